@@ -102,3 +102,55 @@ class Batch:
     def num_tokens(self) -> int:
         """Response tokens that take part in the loss."""
         return sum(int(s.mask_R.sum()) for s in self.sequences)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One array of a canonical tensor as it crosses the wire."""
+
+    dtype: str
+    """torch name without prefix, such as "uint8", "float32", "bfloat16"."""
+    shape: tuple[int, ...]
+    num_bytes: int
+    digest: int
+    """64-bit additive digest of formats/digest.py."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One canonical tensor in a manifest."""
+
+    shape: tuple[int, ...]
+    """Logical shape."""
+    format: str
+    """Quantizer name, or "bf16"."""
+    parts: dict[str, Part]
+    """"codes", "scales", "amax" of a quantized tensor, "values" of a BF16 one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """Table of contents of one version."""
+
+    version: int
+    plan_digest: str
+    entries: dict[str, Entry]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """A run of bytes of one part of one canonical tensor."""
+
+    name: str
+    part: str
+    offset: int
+    data: Tensor
+    """uint8, one axis."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """Pieces that travel together. Any size, any order."""
+
+    version: int
+    pieces: tuple[Piece, ...]
