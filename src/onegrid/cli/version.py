@@ -1,0 +1,11 @@
+"""`onegrid version`."""
+
+from __future__ import annotations
+
+
+def run() -> None:
+    """One line a library or device, as versions.json of a run directory has them."""
+    from onegrid.rl.record import versions
+
+    for name, value in versions().items():
+        print(f"{name:<12} {value}")

@@ -1,0 +1,263 @@
+"""RunConfig: everything a run depends on, from a TOML file and dotted overrides.
+
+Each section is a frozen dataclass that stands beside the class it configures; this file puts them together and reads
+them strictly: an unknown key, a wrong type or a value out of range is a ConfigError that names the dotted key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomli_w
+
+from onegrid.errors import ConfigError
+from onegrid.types import Sampling
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Which model is trained."""
+
+    checkpoint: str
+    """Folder with config.json, safetensors and tokenizer.json; relative names start at the configuration file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """Greedy accuracy on held-out problems, before and after training."""
+
+    num_problems: int = 256
+    every: int = 0
+    """Also after every so many steps; 0: only before and after."""
+
+    def __post_init__(self) -> None:
+        if self.num_problems < 1 or self.every < 0:
+            raise ConfigError(f"num_problems {self.num_problems} must be at least 1 and every {self.every} at least 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """When the run directory gets a checkpoint. The last step always does."""
+
+    every: int = 20
+    """Steps; 0: only at the end."""
+    keep: int = 2
+    """How many of the last ones stay."""
+
+    def __post_init__(self) -> None:
+        if self.every < 0 or self.keep < 1:
+            raise ConfigError(f"every {self.every} must be at least 0 and keep {self.keep} at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """The whole configuration of `onegrid train`."""
+
+    model: ModelConfig
+    seed: int = 0
+    device: str = "auto"
+    """"cpu", "cuda", "cuda:1", ...; "auto" takes the GPU where there is one."""
+    sampling: Sampling = field(default_factory=Sampling)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a TOML file and apply overrides such as "learner.lr=1e-4", the last one winning.
+
+    Raises ConfigError for a file that cannot be read, an unknown key (with the nearest one), a type or a range.
+    """
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    for override in overrides:
+        _apply(tree, override, RunConfig)
+    return parse(tree, RunConfig)
+
+
+def parse(tree: dict[str, Any], cls: type[T], path: str = "") -> T:
+    """Turn nested dictionaries into the dataclass `cls`; `path` is the dotted name of the section, for messages."""
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for key in tree:
+        if key not in names:
+            raise ConfigError(f"unknown key {_dotted(path, key)!r}; {_suggest(_dotted(path, key), names, path)}")
+    values = {key: _convert(value, hints[key], _dotted(path, key)) for key, value in tree.items()}
+    for f in dataclasses.fields(cls):  # type: ignore[arg-type]
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if required and f.name not in values:
+            hint = hints[f.name]
+            if dataclasses.is_dataclass(hint):  # its own message names the first key that is missing inside
+                values[f.name] = parse({}, typing.cast(type, hint), _dotted(path, f.name))
+            else:
+                raise ConfigError(f"{_dotted(path, f.name)} is missing; it has no default ({_name(hint)})")
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        raise ConfigError(f"[{path}] {error}" if path else str(error)) from error
+
+
+def to_toml(config: RunConfig) -> str:
+    """Every key with its value, so that `load_config` gives the same object back. Keys that are None are left out."""
+    return tomli_w.dumps(_tree(config))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FieldInfo:
+    """One row of the configuration reference."""
+
+    key: str
+    type: str
+    default: str
+    """TOML text; empty where the key has none and must be given."""
+
+
+def reference(cls: type = RunConfig, path: str = "") -> Iterator[FieldInfo]:
+    """Every key that a configuration can hold, in order."""
+    hints = typing.get_type_hints(cls)
+    for f in dataclasses.fields(cls):
+        key = _dotted(path, f.name)
+        if dataclasses.is_dataclass(hints[f.name]):
+            yield from reference(typing.cast(type, hints[f.name]), key)
+            continue
+        default: Any = dataclasses.MISSING
+        if f.default is not dataclasses.MISSING:
+            default = f.default
+        elif f.default_factory is not dataclasses.MISSING:
+            default = f.default_factory()
+        shown = "" if default is dataclasses.MISSING else _toml_value(default)
+        yield FieldInfo(key=key, type=_name(hints[f.name]), default=shown)
+
+
+def _toml_value(value: Any) -> str:
+    if value is None:
+        return "none"
+    return tomli_w.dumps({"v": list(value) if isinstance(value, tuple) else value}).removeprefix("v = ").strip()
+
+
+def _tree(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        pairs = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return {name: _tree(v) for name, v in pairs if v is not None}
+    if isinstance(value, tuple):
+        return [_tree(v) for v in value]
+    return value
+
+
+def _apply(tree: dict[str, Any], override: str, cls: type) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r} is not KEY=VALUE, such as learner.lr=1e-4")
+    pieces = key.strip().split(".")
+    node: Any = tree
+    hint: Any = cls
+    for i, piece in enumerate(pieces):
+        if dataclasses.is_dataclass(hint):
+            hints = typing.get_type_hints(hint)
+            if piece not in hints:
+                path = ".".join(pieces[:i])
+                raise ConfigError(f"unknown key {key!r}; {_suggest(_dotted(path, piece), list(hints), path)}")
+            hint = hints[piece]
+        elif i and typing.get_origin(hint) is dict:
+            hint = typing.get_args(hint)[1]
+        else:
+            raise ConfigError(f"unknown key {key!r}; {'.'.join(pieces[:i])} is a {_name(hint)} and has no keys")
+        if i + 1 < len(pieces):
+            node = node.setdefault(piece, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"{'.'.join(pieces[: i + 1])} must be a section, got {node!r}")
+    if dataclasses.is_dataclass(hint):
+        raise ConfigError(f"{key!r} is a section; override one of its keys: {', '.join(typing.get_type_hints(hint))}")
+    if text.strip().lower() == "none" and type(None) in typing.get_args(hint):
+        node.pop(pieces[-1], None)
+    else:
+        node[pieces[-1]] = _read_text(text.strip(), hint)
+
+
+def _read_text(text: str, hint: Any) -> Any:
+    """What the shell gives has no quotes: text stays text where text is wanted, and is read as TOML otherwise."""
+    wants_text = hint is str or str in typing.get_args(hint) or typing.get_origin(hint) is typing.Literal
+    if wants_text and not text.startswith(('"', "'", "[")):
+        return text
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _convert(value: Any, hint: Any, path: str) -> Any:
+    """`value` as the type `hint` says, or a ConfigError. Only one conversion is made: an integer where a float is."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or hint is object:
+        return value
+    if dataclasses.is_dataclass(hint):
+        if isinstance(value, dict):
+            return parse(value, typing.cast(type, hint), path)
+    elif origin is typing.Literal:
+        if value in args:
+            return value
+        near = difflib.get_close_matches(str(value), [str(a) for a in args], n=1)
+        hint_text = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{path} = {value!r} is not one of {', '.join(map(repr, args))}{hint_text}")
+    elif origin in (typing.Union, types.UnionType):
+        choices = [a for a in args if a is not type(None)]
+        if len(choices) == 1:
+            return _convert(value, choices[0], path)
+    elif origin is tuple:
+        if isinstance(value, list | tuple):
+            return tuple(_convert(v, args[0], f"{path}[{i}]") for i, v in enumerate(value))
+    elif origin is dict:
+        if isinstance(value, dict):
+            return {k: _convert(v, args[1], f"{path}.{k}") for k, v in value.items()}
+    elif hint is float:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    elif isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+        return value
+    raise ConfigError(f"{path} must be {_name(hint)}, got {value!r} ({type(value).__name__})")
+
+
+def _name(hint: Any) -> str:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return "a section"
+    if origin is typing.Literal:
+        return " or ".join(map(repr, args))
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join("none" if a is type(None) else _name(a) for a in args)
+    if origin is tuple:
+        return f"list of {_name(args[0])}"
+    if origin is dict:
+        return "a table"
+    words = {bool: "true or false", int: "integer", float: "number", str: "text", object: "any value"}
+    return words.get(hint, str(hint))
+
+
+def _dotted(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _suggest(wrong: str, names: Sequence[str], path: str) -> str:
+    """The nearest key in the same section, else anywhere, else what the section holds."""
+    near = difflib.get_close_matches(wrong.rpartition(".")[2], names, n=1)
+    if near:
+        return f"did you mean {_dotted(path, near[0])!r}?"
+    everywhere = [info.key for info in reference()]
+    same_leaf = [key for key in everywhere if key.rpartition(".")[2] == wrong.rpartition(".")[2]]
+    near = same_leaf[:1] or difflib.get_close_matches(wrong, everywhere, n=1)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"known keys here: {', '.join(names)}"
