@@ -1,0 +1,85 @@
+"""Checkpoints of a run: `checkpoints/global_step_N/`, there whole or not at all.
+
+A checkpoint is written under a temporary name, brought to the disk, and renamed. So a kill, a full disk or a power cut
+at any moment leaves the last good one as it was.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onegrid.errors import CheckpointError
+
+PREFIX = "global_step_"
+PARTIAL = ".partial_"
+
+
+def save(folder: Path, step: int, state: Mapping[str, Any], *, keep: int) -> Path:
+    """Write `state` (nested dictionaries, lists, tensors, numbers, text) as the checkpoint of `step`.
+
+    folder  the run directory
+    keep    how many of the last checkpoints stay, this one included
+    Raises CheckpointError, naming the last good checkpoint, if it cannot be written; nothing is lost then.
+    """
+    checkpoints = folder / "checkpoints"
+    final = checkpoints / f"{PREFIX}{step}"
+    partial = checkpoints / f"{PARTIAL}{step}"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        with _create(partial / "state.pt") as file:
+            torch.save(dict(state), file)
+            file.flush()
+            os.fsync(file.fileno())
+        _sync_folder(partial)
+        if final.exists():  # a run that was resumed from an earlier one comes by again
+            shutil.rmtree(final)
+        os.rename(partial, final)
+        _sync_folder(checkpoints)
+    except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        shutil.rmtree(partial, ignore_errors=True)
+        good = latest(folder)
+        kept = f"the last good one is {good}" if good else "there is no earlier one"
+        raise CheckpointError(f"cannot write the checkpoint of step {step} to {final}: {cause}; {kept}") from error
+    for old in steps(folder)[:-keep]:
+        shutil.rmtree(checkpoints / f"{PREFIX}{old}")
+    return final
+
+
+def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Read a checkpoint folder. Raises CheckpointError if it is missing, cut short or not of this kind."""
+    try:
+        return torch.load(path / "state.pt", map_location=device, weights_only=True)
+    except Exception as error:  # pickle, zip and torch each have their own errors for a bad file, and all mean the same
+        raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
+
+
+def steps(folder: Path) -> list[int]:
+    """Steps that have a whole checkpoint, ascending."""
+    names = [p.name.removeprefix(PREFIX) for p in (folder / "checkpoints").glob(f"{PREFIX}*")]
+    return sorted(int(n) for n in names if n.isdigit())
+
+
+def latest(folder: Path) -> Path | None:
+    """The last whole checkpoint of a run directory."""
+    found = steps(folder)
+    return folder / "checkpoints" / f"{PREFIX}{found[-1]}" if found else None
+
+
+def _create(path: Path) -> Any:
+    return open(path, "xb")
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

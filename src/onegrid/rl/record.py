@@ -1,0 +1,195 @@
+"""The run directory: everything that a run leaves behind, in files that any tool reads.
+
+config.toml       the resolved configuration
+plan.json         what the recipe made of every tensor
+versions.json     libraries and device
+metrics.jsonl     one flat object a step, keys sorted, floats exact; keys under perf/ are clock readings
+incidents.jsonl   one object for every check that did not pass
+rollouts/         one parquet file a step
+checkpoints/      see checkpoint.py
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onegrid.errors import CheckpointError, ConfigError, NonFiniteError
+from onegrid.types import Group
+
+Value = float | int | str | bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordConfig:
+    """What the run directory keeps."""
+
+    rollouts_every: int = 1
+    """Steps between two that keep their rollouts; 0: none."""
+
+    def __post_init__(self) -> None:
+        if self.rollouts_every < 0:
+            raise ConfigError(f"rollouts_every is {self.rollouts_every}; it must be at least 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Incident:
+    """A check that did not pass."""
+
+    step: int
+    version: int
+    check: str
+    """Such as "digest", "mismatch" or "health"."""
+    condition: str
+    """The condition of the contract that is broken, "C1" .. "C7", or empty."""
+    tensors: tuple[str, ...]
+    expected: str
+    found: str
+    likely_cause: str
+    action: str
+
+
+class Record:
+    """Writer of one run directory. Every line is on its way to the disk when the call returns.
+
+    folder  made if it does not exist; one that already holds metrics is refused unless `resume_step` is given
+    resume_step  the step of the checkpoint that the run goes on from: later lines and rollouts are cut off, and so is a
+        last line that a kill has torn. 0 begins anew.
+    Raises CheckpointError for a folder that is in use by another run or cannot be written.
+    """
+
+    def __init__(self, folder: Path, *, config: RecordConfig | None = None, resume_step: int | None = None) -> None:
+        self.folder = folder
+        self.config = config or RecordConfig()
+        if resume_step is None and (folder / "metrics.jsonl").exists():
+            raise CheckpointError(f"{folder} already holds a run; go on with --resume, or name another --run-dir")
+        try:
+            (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+            for name in ("metrics.jsonl", "incidents.jsonl"):
+                (folder / name).touch()
+        except OSError as error:
+            raise CheckpointError(f"cannot write the run directory {folder}: {error}") from error
+        if resume_step is not None:
+            cut_lines(folder / "metrics.jsonl", resume_step)
+            cut_lines(folder / "incidents.jsonl", resume_step)
+            for path in (folder / "rollouts").glob("step_*.parquet"):
+                if int(path.stem.removeprefix("step_")) > resume_step:
+                    path.unlink()
+
+    def text(self, name: str, text: str) -> None:
+        """Write a whole file of the run directory, such as config.toml, replacing it in one step."""
+        temporary = self.folder / f".{name}.partial"
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, self.folder / name)
+
+    def metrics(self, step: int, values: Mapping[str, Value]) -> None:
+        """Append the line of one step. Raises NonFiniteError naming the keys that are NaN or Inf: none is ever written."""
+        bad = [key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
+        if bad:
+            shown = ", ".join(f"{key} = {values[key]}" for key in sorted(bad))
+            raise NonFiniteError(f"step {step}: {shown}; metrics must be finite, or absent where they are undefined")
+        self._append("metrics.jsonl", {"step": step, **values})
+
+    def incident(self, incident: Incident) -> None:
+        """Append one object with the fields of `Incident`."""
+        fields = {name: getattr(incident, name) for name in Incident.__slots__}
+        self._append("incidents.jsonl", fields | {"tensors": list(incident.tensors)})
+
+    def rollouts(self, step: int, groups: Sequence[Group], text_of: Callable[[Sequence[int]], str]) -> None:
+        """Write every rollout of a step as one parquet file, if the configuration keeps this step.
+
+        text_of  turns the tokens of a prompt into text
+        Columns: step, group, sample, prompt, response, reward (null if unscorable), scored, tokens, logp, version,
+        finish.
+        """
+        if not self.config.rollouts_every or step % self.config.rollouts_every:
+            return
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        prompts = {g.group_id: text_of(g.rollouts[0].request.prompt_tokens) for g in groups if g.rollouts}
+        rows = [(g.group_id, r) for g in groups for r in g.rollouts]
+        columns: dict[str, Any] = {
+            "step": pa.array([step] * len(rows), pa.int32()),
+            "group": pa.array([group for group, _ in rows], pa.int64()),
+            "sample": pa.array([r.request.sample for _, r in rows], pa.int32()),
+            "prompt": pa.array([prompts[group] for group, _ in rows], pa.string()),
+            "response": pa.array([r.text for _, r in rows], pa.string()),
+            "reward": pa.array([r.reward for _, r in rows], pa.float64()),
+            "scored": pa.array([r.scored for _, r in rows], pa.bool_()),
+            "tokens": pa.array([r.tokens_R.tolist() for _, r in rows], pa.list_(pa.int32())),
+            "logp": pa.array([r.logp_R.tolist() for _, r in rows], pa.list_(pa.float32())),
+            "version": pa.array([r.version_R.tolist() for _, r in rows], pa.list_(pa.int64())),
+            "finish": pa.array([r.finish for _, r in rows], pa.string()),
+        }
+        path = self.folder / "rollouts" / f"step_{step:06d}.parquet"
+        temporary = path.with_name(f".{path.name}.partial")
+        pq.write_table(pa.table(columns), temporary, compression="zstd")
+        os.replace(temporary, path)
+
+    def _append(self, name: str, fields: Mapping[str, Any]) -> None:
+        line = json.dumps(fields, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+        with open(self.folder / name, "ab") as file:
+            file.write(line.encode())
+
+
+def cut_lines(path: Path, last_step: int) -> None:
+    """Keep the whole lines of a jsonl file up to `last_step`, and drop what comes after, a torn last line included.
+
+    Raises CheckpointError for a line in the middle that is not an object with a step: then the file is not ours to cut.
+    """
+    kept = 0
+    lines = path.read_bytes().split(b"\n")
+    for i, line in enumerate(lines[:-1]):  # what follows the last newline is empty or torn
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path}, line {i + 1} is not a line of a run: {line[:80]!r}") from error
+        if step > last_step:
+            break
+        kept += len(line) + 1
+    os.truncate(path, kept)
+
+
+def read_metrics(folder: Path) -> list[dict[str, Value]]:
+    """The lines of metrics.jsonl, without a torn last one."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_bytes().split(b"\n")[:-1]]
+
+
+def versions() -> dict[str, str]:
+    """What the bits of a run can depend on: libraries, interpreter, device kind, instruction set, threads."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in ("onegrid", "torch", "numpy", "safetensors", "pyarrow", "tokenizers", "reasoning-gym", "transformers"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    found["cpu"] = torch.backends.cpu.get_cpu_capability()
+    found["threads"] = str(torch.get_num_threads())
+    found["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    found["cuda"] = str(torch.version.cuda or "none")
+    return found
+
+
+def free_run_folder(parent: Path, stem: str) -> Path:
+    """`parent/stem-N` with the lowest N from 1 that is not there yet."""
+    n = 1
+    while (parent / f"{stem}-{n}").exists():
+        n += 1
+    return parent / f"{stem}-{n}"
+
+
+def last_run_folder(parent: Path, stem: str) -> Path | None:
+    """`parent/stem-N` with the highest N, if there is one."""
+    numbers = [p.name.removeprefix(f"{stem}-") for p in parent.glob(f"{stem}-*") if (p / "metrics.jsonl").exists()]
+    found = [int(n) for n in numbers if n.isdigit()]
+    return parent / f"{stem}-{max(found)}" if found else None
