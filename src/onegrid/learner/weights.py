@@ -1,0 +1,66 @@
+"""The decoder's weights on the side with gradients: FP32 masters, and a forward that reads the published codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onegrid.errors import CapabilityError
+from onegrid.formats import QUANTIZERS
+from onegrid.learner.grid_linear import GridLinear, Input, Site
+from onegrid.model.live import LiveWeights, send
+from onegrid.ops.grouped import Dispatch, Scatter
+from onegrid.ops.operand import operand
+
+BACKWARD_MODES = ("quantized", "high_precision", "dequantized")
+
+
+class StraightThrough(torch.autograd.Function):
+    """The live BF16 value forward; its gradient goes to the FP32 master unchanged. Bengio et al., arXiv 1308.3432."""
+
+    @staticmethod
+    def forward(ctx: Any, master: Tensor, value: Tensor) -> Tensor:
+        """FP32 holding BF16 values, so that gradients keep their precision on the way back."""
+        return value.float().view_as(master)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Identity."""
+        return dy, None
+
+
+class GradWeights:
+    """Implements `model.decoder.Weights` with gradients to `masters` (FP32 by storage key)."""
+
+    def __init__(self, live: LiveWeights, masters: dict[str, Tensor]) -> None:
+        self.live, self.masters = live, masters
+        self.sites = {key: self._site(key) for key, master in masters.items() if master.dim() >= 2}
+
+    def _site(self, key: str) -> Site:
+        planned = self.live.plan[self.live.keys[key][0]]
+        quantizer = None if planned.weight is None else QUANTIZERS[planned.weight]
+        gradient = None if planned.gradient is None else QUANTIZERS[planned.gradient]
+        mode = planned.backward if quantizer is not None or planned.activation is not None else None
+        mode = mode or "high_precision"
+        if mode not in BACKWARD_MODES:
+            raise CapabilityError(f"{key}: backward mode {mode!r} is not one of {', '.join(BACKWARD_MODES)}")
+        return Site(key, self.live.operands[key], quantizer, gradient, mode)
+
+    def tensor(self, name: str) -> Tensor:
+        """See `model.decoder.Weights`."""
+        return StraightThrough.apply(self.masters[name], self.live.tensor(name))  # type: ignore[no-any-return]
+
+    def linear(self, keys: tuple[str, ...], x: Tensor, dispatch: Dispatch | None = None) -> list[Tensor]:
+        """See `model.decoder.Weights`. The activations are quantized once for all keys, before they go to experts."""
+        quantizer = self.live.activation[keys[0]]
+        rowwise = operand(x.detach(), quantizer)
+        if dispatch is not None:
+            x, rowwise = Scatter.apply(x, dispatch), send(rowwise, dispatch)
+        shared = Input(x.detach(), rowwise, quantizer)
+        return [GridLinear.apply(x, self.masters[key], self._bias(key), shared, self.sites[key]) for key in keys]
+
+    def _bias(self, key: str) -> Tensor | None:
+        name = key.removesuffix("weight") + "bias"
+        return self.tensor(name) if name in self.masters else None

@@ -1,0 +1,215 @@
+"""Weights of one version as a side holds them: canonical codes and scales, and what its matmuls read, derived from them.
+
+Storage is allocated once and written in place, so that addresses survive every update. The derived operands are never
+written by anything but `derive`, and `verify` proves, byte for byte, that they still follow from the canonical bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from onegrid.errors import SyncError, WeightsError
+from onegrid.formats import QUANTIZERS, QuantTensor, digest, quantize
+from onegrid.model.spec import ModelSpec, tensor_shapes
+from onegrid.model.stacks import is_stack, stack_key, stacks
+from onegrid.ops.grouped import Dispatch, take
+from onegrid.ops.linear import matmul
+from onegrid.ops.operand import Operand, compute_dtype, operand, operand_of
+from onegrid.recipe import Plan
+
+Canonical = QuantTensor | Tensor
+"""A tensor as it is published: codes and scales, or BF16 values."""
+
+
+class LiveWeights:
+    """All tensors of a model on one side of a plan, with the linear of the side that has no gradients.
+
+    side  "learner" or "sampler": whose quantizers of the plan to use
+    Starts as zeros; nothing may be computed before the first `derive`.
+    """
+
+    def __init__(self, spec: ModelSpec, plan: Plan, *, side: str, device: torch.device | str = "cpu") -> None:
+        self.spec, self.plan, self.side = spec, plan, side
+        self.device = torch.device(device)
+        self.keys = stacks(spec)
+        self.held: dict[str, Canonical] = {}
+        self.operands: dict[str, Operand] = {}
+        self.activation = {key: self._quantizer(key, "activation") for key in self.keys}
+        shapes = tensor_shapes(spec)
+        for key, names in self.keys.items():
+            shape = (len(names), *shapes[names[0]]) if is_stack(key) else shapes[names[0]]
+            self.held[key] = self._allocate(shape, self._quantizer(key, "weight"))
+
+    def _quantizer(self, key: str, role: str):
+        """The quantizer of a key; the plan has checked that all tensors of a stack agree."""
+        planned = self.plan[self.keys[key][0]]
+        name = getattr(planned, f"sampler_{role}" if self.side == "sampler" else role)
+        return None if name is None else QUANTIZERS[name]
+
+    def _allocate(self, shape: tuple[int, ...], quantizer) -> Canonical:
+        zeros = torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
+        if quantizer is None:
+            return zeros
+        q = quantize(zeros, quantizer)
+        return dataclasses.replace(
+            q,
+            codes=q.codes.clone(),
+            scales=q.scales.clone(),
+            amax=None if q.amax is None else q.amax.clone().contiguous(),
+            stats=None,
+        )
+
+    def parts(self, name: str) -> dict[str, Tensor]:
+        """The canonical storage of one tensor by part ("codes", "scales", "amax" or "values"), as views to write into."""
+        key = stack_key(name)
+        if key not in self.keys:
+            raise WeightsError(f"no tensor {name!r} in this model")
+        held = self.held[key]
+        parts = {"values": held} if isinstance(held, Tensor) else _parts(held)
+        if is_stack(key):
+            index = self.keys[key].index(name)
+            parts = {part: tensor[index] for part, tensor in parts.items()}
+        return parts
+
+    def canonical(self, name: str) -> Canonical:
+        """One tensor as views of the live storage."""
+        held = self.held[stack_key(name)]
+        parts = self.parts(name)
+        if isinstance(held, Tensor):
+            return parts["values"]
+        shape = held.shape[1:] if is_stack(stack_key(name)) else held.shape
+        return dataclasses.replace(
+            held, codes=parts["codes"], scales=parts["scales"], amax=parts.get("amax"), factor=None, shape=shape
+        )
+
+    def names(self) -> list[str]:
+        """Every canonical name, in forward order."""
+        return list(tensor_shapes(self.spec))
+
+    def write(self, key: str, value: Canonical) -> None:
+        """Copies a whole key's tensor into the canonical storage."""
+        held = self.held[key]
+        if isinstance(held, Tensor):
+            assert isinstance(value, Tensor)
+            held.copy_(value)
+            return
+        assert isinstance(value, QuantTensor)
+        for part, tensor in _parts(held).items():
+            tensor.copy_(_parts(value)[part])
+
+    def derive(self, keys: Iterable[str] | None = None) -> None:
+        """Computes the operands of `keys` (None for all) from the canonical storage, into the same addresses."""
+        for key in self.keys if keys is None else keys:
+            new = self._derived(key)
+            if new is None:
+                continue
+            old = self.operands.get(key)
+            if old is None:
+                self.operands[key] = _owned(new)
+            else:
+                for have, want in zip(_tensors(old), _tensors(new), strict=True):
+                    have.copy_(want)
+
+    def _derived(self, key: str) -> Operand | None:
+        """What a matmul reads of `key`; None for vectors, which are read as they are."""
+        held = self.held[key]
+        if isinstance(held, QuantTensor):
+            return operand_of(held)
+        return operand(held, None) if held.dim() >= 2 else None
+
+    def verify(self, keys: Iterable[str] | None = None) -> None:
+        """Raises SyncError (C3) naming the tensors whose operand differs in any byte from its re-derivation."""
+        for key in self.keys if keys is None else keys:
+            new = self._derived(key)
+            if new is None:
+                continue
+            for have, want in zip(_tensors(self.operands[key]), _tensors(new), strict=True):
+                if not torch.equal(_as_bytes(have), _as_bytes(want)):
+                    wrong = [n for i, n in enumerate(self.keys[key]) if not is_stack(key) or _differs(have, want, i)]
+                    raise SyncError(
+                        f"the operand that matmuls read is not the one its codes and scales stand for: {wrong}",
+                        condition="C3",
+                        tensors=tuple(wrong),
+                    )
+
+    def digests(self, names: Iterable[str] | None = None) -> dict[str, dict[str, int]]:
+        """Digest of every part of `names` (None for all) from the live storage, after `verify` of their keys."""
+        names = self.names() if names is None else list(names)
+        self.verify(dict.fromkeys(stack_key(name) for name in names))
+        return {name: {part: digest(tensor) for part, tensor in self.parts(name).items()} for name in names}
+
+    def tensor(self, name: str) -> Tensor:
+        """An unquantized tensor for the decoder: the operand's values where it has one, else BF16."""
+        if name in self.operands:
+            return self.operands[name].values
+        held = self.held[name]
+        assert isinstance(held, Tensor)
+        return held
+
+    def input_operand(self, key: str, x: Tensor, dispatch: Dispatch | None) -> Operand:
+        """The activations as `key`'s matmul reads them. Rows are quantized before they are sent to experts."""
+        quantized = operand(x, self.activation[key])
+        return quantized if dispatch is None else send(quantized, dispatch)
+
+    def linear(self, keys: tuple[str, ...], x: Tensor, dispatch: Dispatch | None = None) -> list[Tensor]:
+        """See `model.decoder.Weights`."""
+        a = self.input_operand(keys[0], x, dispatch)
+        return [matmul(a, self.operands[key], bias_N=self.bias(key)) for key in keys]
+
+    def bias(self, key: str) -> Tensor | None:
+        """The bias of a linear, or None."""
+        held = self.held.get(key.removesuffix("weight") + "bias")
+        assert held is None or isinstance(held, Tensor)
+        return held
+
+    def num_bytes(self) -> dict[str, int]:
+        """Bytes of canonical storage and of derived operands."""
+        held = sum(t.nbytes for v in self.held.values() for t in ([v] if isinstance(v, Tensor) else _parts(v).values()))
+        return {"canonical": held, "derived": sum(t.nbytes for o in self.operands.values() for t in _tensors(o))}
+
+
+def send(a: Operand, dispatch: Dispatch) -> Operand:
+    """Rows of a two-axis operand in the experts' rectangle; empty places are zero."""
+
+    def move(t: Tensor | None) -> Tensor | None:
+        if t is None:
+            return None
+        return take(t, dispatch.source).view(dispatch.num_experts, dispatch.capacity, *t.shape[1:])
+
+    values = move(a.values)
+    assert values is not None
+    return Operand(values, a.kind, move(a.row), move(a.block))
+
+
+def compute_bytes(spec: ModelSpec, device: torch.device | str = "cpu") -> int:
+    """Bytes of the derived operands of all matrices of a model, for a memory estimate."""
+    width = 4 if compute_dtype(torch.device(device)) == torch.float32 else 2
+    return sum(width * torch.Size(shape).numel() for shape in tensor_shapes(spec).values() if len(shape) == 2)
+
+
+def _parts(q: QuantTensor) -> dict[str, Tensor]:
+    parts = {"codes": q.codes, "scales": q.scales}
+    return parts if q.amax is None else parts | {"amax": q.amax}
+
+
+def _tensors(o: Operand) -> list[Tensor]:
+    return [t for t in (o.values, o.row, o.block) if t is not None]
+
+
+def _owned(o: Operand) -> Operand:
+    """An operand with storage of its own, no views and no broadcast axes."""
+    row = None if o.row is None else o.row.clone(memory_format=torch.contiguous_format)
+    block = None if o.block is None else o.block.clone(memory_format=torch.contiguous_format)
+    return Operand(o.values.clone(memory_format=torch.contiguous_format), o.kind, row, block)
+
+
+def _as_bytes(t: Tensor) -> Tensor:
+    return t.contiguous().view(torch.uint8)
+
+
+def _differs(have: Tensor, want: Tensor, index: int) -> bool:
+    return not torch.equal(_as_bytes(have[index]), _as_bytes(want[index]))

@@ -1,0 +1,66 @@
+"""From BF16 weights to the codes and scales of a version, by the plan: done once per version, for learner and sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from onegrid.errors import NonFiniteError
+from onegrid.formats import QUANTIZERS, QuantTensor, quantize
+from onegrid.model.stacks import is_stack
+from onegrid.recipe import Plan
+
+
+def publish(
+    values: Mapping[str, Tensor], keys: Mapping[str, tuple[str, ...]], plan: Plan, *, side: str
+) -> dict[str, QuantTensor | Tensor]:
+    """Codes and scales (or BF16 values) of every storage key.
+
+    values  BF16 by storage key, stacked experts [E, out, in]
+    keys    storage key -> canonical names, of `model.stacks`
+    side    "learner" or "sampler": whose quantizer of the plan
+    Tensors of one amax group get one global amax, expert by expert. Raises NonFiniteError naming tensor and count.
+    """
+    names = {key: _quantizer_name(plan, keys[key][0], side) for key in values}
+    amax = _shared_amax({k: v for k, v in values.items() if names[k] is not None}, keys, plan, names)
+    out: dict[str, QuantTensor | Tensor] = {}
+    for key, value in values.items():
+        finite = torch.isfinite(value)
+        if not bool(finite.all()):
+            raise NonFiniteError(f"{_first_bad(key, keys[key], finite)}: {int((~finite).sum())} NaN or Inf values in {key}")
+        name = names[key]
+        out[key] = value if name is None else quantize(value, QUANTIZERS[name], amax=amax.get(key))
+    return out
+
+
+def _quantizer_name(plan: Plan, tensor: str, side: str) -> str | None:
+    planned = plan[tensor]
+    return planned.sampler_weight if side == "sampler" else planned.weight
+
+
+def _shared_amax(
+    values: Mapping[str, Tensor], keys: Mapping[str, tuple[str, ...]], plan: Plan, names: Mapping[str, str | None]
+) -> dict[str, Tensor]:
+    """Global amax by key, FP32 of shape () or (E,), where a group of several keys shares it."""
+    groups: dict[tuple[str | None, ...], list[str]] = {}
+    for key in values:
+        quantizer = QUANTIZERS[names[key] or ""]
+        if quantizer.span == "tensor":
+            groups.setdefault(tuple(plan[name].amax_group for name in keys[key]), []).append(key)
+    shared = {}
+    for group, members in groups.items():
+        if None in group or len(members) < 2:
+            continue
+        each = [values[key].abs().amax(dim=(-2, -1)).float() for key in members]
+        largest = torch.stack(each).amax(0)
+        shared |= {key: largest for key in members}
+    return shared
+
+
+def _first_bad(key: str, names: tuple[str, ...], finite: Tensor) -> str:
+    if not is_stack(key):
+        return names[0]
+    bad = (~finite).flatten(1).any(1).nonzero()[0, 0]
+    return names[int(bad)]

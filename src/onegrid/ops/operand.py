@@ -1,0 +1,106 @@
+"""What a matmul reads: element values that are exact in the compute dtype, and the factors that are applied afterwards.
+
+Folding a global factor into the values before rounding would lose bits (numerics.md section 9.2), so it stays outside
+and meets the sum in the epilogue of `linear.matmul`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onegrid.formats import Quantizer, QuantTensor, decode, elements, quantize, quantize_decode
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One side of a matmul, contraction on the last axis.
+
+    values   [..., M, K] in the compute dtype (FP32 on a CPU, BF16 on CUDA), exact
+    kind     "decoded": values are the numbers themselves
+             "nvfp4":   values are code x block scale; `row` holds the global amax
+             "scaled":  values are codes; `row` holds the decode multiplier
+             "block":   values are codes; `block` holds a multiplier per 128 of K
+    row      FP32 [..., M] or None
+    block    FP32 [..., M, ceil(K / 128)] or None
+    """
+
+    values: Tensor
+    kind: str = "decoded"
+    row: Tensor | None = None
+    block: Tensor | None = None
+
+    def gather(self, index: Tensor) -> Operand:
+        """The operand of rows `index` (any shape) of a two-axis operand."""
+        row = None if self.row is None else self.row[index]
+        block = None if self.block is None else self.block[index]
+        return Operand(self.values[index], self.kind, row, block)
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """FP32 where BF16 products are slow or missing (CPU), BF16 on CUDA. Decoded values are exact in both."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def operand(x: Tensor, quantizer: Quantizer | None, *, axis: int = -1, amax: Tensor | None = None) -> Operand:
+    """Quantizes `x` [..., M, K] along `axis` and makes it ready for a matmul over that axis.
+
+    x       BF16 or FP32. None as quantizer keeps the values (rounded to BF16 if they are FP32).
+    axis    -1: rows stay rows. -2: the result is transposed, [..., K, M], contraction over M.
+    NaN and Inf follow the format's definition; the caller checks counts on the paths that publish weights.
+    """
+    dtype = compute_dtype(x.device)
+    if quantizer is None:
+        values = x.to(torch.bfloat16).to(dtype)
+        return Operand(values if axis == -1 else values.mT)
+    if quantizer.matmul in ("decoded", "nvfp4"):
+        q = quantize_decode(x, quantizer, axis=axis, amax=amax, stats=False)
+        values = q.values.to(dtype)
+        row = None if quantizer.matmul == "decoded" else _per_row(q.amax, x, axis)
+        return Operand(values if axis == -1 else values.mT, quantizer.matmul, row)
+    return operand_of(quantize(x, quantizer, axis=axis, amax=amax))
+
+
+def operand_of(q: QuantTensor) -> Operand:
+    """The operand that published codes and scales stand for: the same bytes as `operand` of the numbers behind them."""
+    quantizer, axis = q.quantizer, q.axis
+    dtype = compute_dtype(q.codes.device)
+    kind = quantizer.matmul
+    if kind in ("decoded", "nvfp4"):
+        values = decode(q).to(dtype)
+        row = None if kind == "decoded" else _per_row(q.amax, values, axis)
+        return Operand(values if axis == -1 else values.mT, kind, row)
+    values = elements(q).to(dtype)
+    if kind == "scaled":
+        row = _per_row(q.scales.squeeze(axis) if q.scales.dim() == values.dim() else q.scales, values, axis)
+        return Operand(values if axis == -1 else values.mT, kind, row)
+    num_rows = values.shape[-2 if axis == -1 else -1]
+    scales = q.scales if axis == -1 else q.scales.mT
+    block = scales.repeat_interleave(quantizer.block[0] or 1, dim=-2)[..., :num_rows, :].contiguous()
+    return Operand(values if axis == -1 else values.mT, "block", None, block)
+
+
+def _per_row(factor: Tensor | None, x: Tensor, axis: int) -> Tensor:
+    """A factor per tensor, per stacked tensor or per row, widened to one per row of the operand."""
+    assert factor is not None
+    num_rows = x.shape[-2 if axis == -1 else -1]
+    if factor.dim() == x.dim() - 1 and factor.shape[-1] == num_rows and factor.shape[:-1] == x.shape[:-2]:
+        return factor
+    return factor.reshape(*x.shape[:-2], 1).expand(*x.shape[:-2], num_rows)
+
+
+def dequantized(o: Operand) -> Tensor:
+    """The numbers an operand stands for, [..., M, K] in the compute dtype, rounded once to BF16 where a factor applies.
+
+    These are the very codes of the forward pass with their factors folded in, for a backward pass in BF16.
+    """
+    values = o.values
+    if o.row is not None:
+        row = o.row * torch.tensor(1.0 / 2688.0, device=o.row.device) if o.kind == "nvfp4" else o.row
+        values = values.float() * row.unsqueeze(-1)
+    if o.block is not None:
+        scale = o.block.repeat_interleave(128, dim=-1)[..., : values.shape[-1]]
+        values = values.float() * scale
+    return values.to(torch.bfloat16).to(o.values.dtype)
