@@ -92,7 +92,7 @@ class Record:
         os.replace(temporary, self.folder / name)
 
     def metrics(self, step: int, values: Mapping[str, Value]) -> None:
-        """Append the line of one step. Raises NonFiniteError naming the keys that are NaN or Inf: these are not written."""
+        """Append the line of one step. Raises NonFiniteError, with the keys, for NaN or Inf: none is ever written."""
         bad = [key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
         if bad:
             shown = ", ".join(f"{key} = {values[key]}" for key in sorted(bad))
