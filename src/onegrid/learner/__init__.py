@@ -1,0 +1,1 @@
+"""The side with gradients: grid linears, loss, optimizer."""
