@@ -87,9 +87,7 @@ class ModelSpec:
         heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
         head_dim = config.get("head_dim", 128 if family == "qwen3" else None)  # that config class says 128
         if head_dim is None and hidden % heads:
-            raise SpecError(
-                f"hidden_size {hidden} is not divisible by num_attention_heads {heads}; set head_dim"
-            )
+            raise SpecError(f"hidden_size {hidden} is not divisible by num_attention_heads {heads}; set head_dim")
         attention_bias = bool(config.get("attention_bias", False))
         num_layers = _size(config, "num_hidden_layers")
         max_positions = _size(config, "max_position_embeddings", 2048)
