@@ -81,9 +81,7 @@ def attend_packed(rectangle: Dispatch) -> Attend:
 
     def attend(layer: int, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
         start_B = torch.zeros(rectangle.num_experts, dtype=torch.int64, device=q_NHD.device)
-        q, k, v = (
-            Scatter.apply(t.flatten(1), rectangle).unflatten(-1, t.shape[1:]) for t in (q_NHD, k_NGD, v_NGD)
-        )
+        q, k, v = (Scatter.apply(t.flatten(1), rectangle).unflatten(-1, t.shape[1:]) for t in (q_NHD, k_NGD, v_NGD))
         out = attention(q, k, v, start_B)
         return Gather.apply(out.flatten(2), rectangle)[:, 0].unflatten(-1, q_NHD.shape[1:])
 

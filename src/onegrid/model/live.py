@@ -14,15 +14,13 @@ from torch import Tensor
 
 from onegrid.errors import SyncError, WeightsError
 from onegrid.formats import QUANTIZERS, QuantTensor, digest, quantize
+from onegrid.model.canonical import Canonical, parts_of
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.model.stacks import is_stack, stack_key, stacks
 from onegrid.ops.grouped import Dispatch, take
 from onegrid.ops.linear import matmul
 from onegrid.ops.operand import Operand, compute_dtype, operand, operand_of
 from onegrid.recipe import Plan
-
-Canonical = QuantTensor | Tensor
-"""A tensor as it is published: codes and scales, or BF16 values."""
 
 
 class LiveWeights:
@@ -69,7 +67,7 @@ class LiveWeights:
         if key not in self.keys:
             raise WeightsError(f"no tensor {name!r} in this model")
         held = self.held[key]
-        parts = {"values": held} if isinstance(held, Tensor) else _parts(held)
+        parts = parts_of(held)
         if is_stack(key):
             index = self.keys[key].index(name)
             parts = {part: tensor[index] for part, tensor in parts.items()}
@@ -92,14 +90,9 @@ class LiveWeights:
 
     def write(self, key: str, value: Canonical) -> None:
         """Copies a whole key's tensor into the canonical storage."""
-        held = self.held[key]
-        if isinstance(held, Tensor):
-            assert isinstance(value, Tensor)
-            held.copy_(value)
-            return
-        assert isinstance(value, QuantTensor)
-        for part, tensor in _parts(held).items():
-            tensor.copy_(_parts(value)[part])
+        source = parts_of(value)
+        for part, tensor in parts_of(self.held[key]).items():
+            tensor.copy_(source[part])
 
     def derive(self, keys: Iterable[str] | None = None) -> None:
         """Computes the operands of `keys` (None for all) from the canonical storage, into the same addresses."""
@@ -168,7 +161,7 @@ class LiveWeights:
 
     def num_bytes(self) -> dict[str, int]:
         """Bytes of canonical storage and of derived operands."""
-        held = sum(t.nbytes for v in self.held.values() for t in ([v] if isinstance(v, Tensor) else _parts(v).values()))
+        held = sum(t.nbytes for held in self.held.values() for t in parts_of(held).values())
         return {"canonical": held, "derived": sum(t.nbytes for o in self.operands.values() for t in _tensors(o))}
 
 
@@ -189,11 +182,6 @@ def compute_bytes(spec: ModelSpec, device: torch.device | str = "cpu") -> int:
     """Bytes of the derived operands of all matrices of a model, for a memory estimate."""
     width = 4 if compute_dtype(torch.device(device)) == torch.float32 else 2
     return sum(width * torch.Size(shape).numel() for shape in tensor_shapes(spec).values() if len(shape) == 2)
-
-
-def _parts(q: QuantTensor) -> dict[str, Tensor]:
-    parts = {"codes": q.codes, "scales": q.scales}
-    return parts if q.amax is None else parts | {"amax": q.amax}
 
 
 def _tensors(o: Operand) -> list[Tensor]:

@@ -29,7 +29,9 @@ def publish(
     for key, value in values.items():
         finite = torch.isfinite(value)
         if not bool(finite.all()):
-            raise NonFiniteError(f"{_first_bad(key, keys[key], finite)}: {int((~finite).sum())} NaN or Inf values in {key}")
+            raise NonFiniteError(
+                f"{_first_bad(key, keys[key], finite)}: {int((~finite).sum())} NaN or Inf values in {key}"
+            )
         name = names[key]
         out[key] = value if name is None else quantize(value, QUANTIZERS[name], amax=amax.get(key))
     return out

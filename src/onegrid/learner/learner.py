@@ -1,0 +1,359 @@
+"""The learner: FP32 masters, one forward on the published grid, gradients, an optimizer, and the next version."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onegrid.errors import CapabilityError, CheckpointError, ConfigError, NonFiniteError, WeightsError
+from onegrid.formats import QUANTIZERS
+from onegrid.learner.loss import LossConfig, loss_metrics, policy_loss, token_weights
+from onegrid.learner.packing import attend_packed, micro_batches, pack
+from onegrid.learner.weights import GradWeights
+from onegrid.model.canonical import Canonical
+from onegrid.model.decoder import decode_rows, head_name
+from onegrid.model.kv import kv_grid
+from onegrid.model.live import LiveWeights
+from onegrid.model.publish import publish
+from onegrid.model.rope import rope_table
+from onegrid.model.spec import ModelSpec, tensor_shapes
+from onegrid.model.stacks import is_stack, stacks
+from onegrid.ops.logprob import token_logp
+from onegrid.ops.pins import pin, round_up
+from onegrid.recipe import Plan
+from onegrid.types import Batch, Sequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnerConfig:
+    """Optimizer and micro-batching of one run."""
+
+    lr: float = 1e-6
+    warmup_steps: int = 0
+    """Linear warm-up from lr / warmup_steps; a fresh Adam at full speed can undo a good start in one step."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """Decoupled, on matrices only."""
+    max_grad_norm: float = 1.0
+    """The global gradient norm is clipped to this; 0 does not clip."""
+    max_tokens: int = 8192
+    """Rows of one micro-batch at most; a longer sequence goes alone."""
+    recompute: bool = False
+    """Gradient checkpointing: keep only layer inputs, compute each layer again in the backward pass."""
+
+    def __post_init__(self) -> None:
+        if not (0.0 <= self.lr < float("inf")) or self.warmup_steps < 0:
+            raise ConfigError(f"lr {self.lr} must be finite and >= 0 and warmup_steps {self.warmup_steps} >= 0")
+        if not (0.0 <= self.beta1 < 1.0 and 0.0 <= self.beta2 < 1.0 and self.eps > 0.0):
+            raise ConfigError(f"beta1 {self.beta1} and beta2 {self.beta2} must be in [0, 1) and eps {self.eps} above 0")
+        if self.weight_decay < 0.0 or self.max_grad_norm < 0.0 or self.max_tokens < 1:
+            raise ConfigError(
+                f"weight_decay {self.weight_decay} and max_grad_norm {self.max_grad_norm} must not be negative "
+                f"and max_tokens {self.max_tokens} at least 1"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """What one forward and backward pass saw. Lists follow the batch's sequences."""
+
+    logp: list[Tensor]
+    """FP32 [R] nats, of every response token, masked ones too."""
+    metrics: dict[str, float]
+    num_micro_batches: int
+
+
+class Learner:
+    """Owns the masters and the optimizer; its forward reads the codes that `canonical` publishes.
+
+    weights  canonical name -> FP32, BF16 or FP16 tensor; every tensor of the spec, no other
+    Raises WeightsError for a missing, extra or misshaped tensor, NonFiniteError for NaN or Inf.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        plan: Plan,
+        weights: Mapping[str, Tensor],
+        config: LearnerConfig,
+        *,
+        loss: LossConfig | None = None,
+        device: torch.device | str = "cpu",
+        version: int = 0,
+    ) -> None:
+        pin(device)
+        self.spec, self.plan, self.config = spec, plan, config
+        self.loss = loss or LossConfig()
+        self.device = torch.device(device)
+        self.version = version
+        self.num_updates = 0
+        self.keys = stacks(spec)
+        self.masters = {key: t.requires_grad_() for key, t in _gather(spec, self.keys, weights, self.device).items()}
+        self.live = LiveWeights(spec, plan, side="learner", device=self.device)
+        self.live.derive()
+        self.grad_weights = GradWeights(self.live, self.masters)
+        self.align = _alignment(plan)
+        self.rope = rope_table(spec, 0, self.device)
+        self.kv_grid = kv_grid(plan.learner_kv)
+        decayed = [t for t in self.masters.values() if t.dim() >= 2]
+        plain = [t for t in self.masters.values() if t.dim() < 2]
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": decayed, "weight_decay": config.weight_decay},
+                {"params": plain, "weight_decay": 0.0},
+            ],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+        )
+        self._quantize()
+
+    def _values(self) -> dict[str, Tensor]:
+        """Masters rounded to BF16: the numbers both sides quantize."""
+        return {key: t.detach().to(torch.bfloat16) for key, t in self.masters.items()}
+
+    def _quantize(self) -> None:
+        """Codes, scales and operands of the current masters, in place: once per version."""
+        for key, value in publish(self._values(), self.keys, self.plan, side="learner").items():
+            self.live.write(key, value)
+        self.live.derive()
+
+    def canonical(self) -> dict[str, Canonical]:
+        """What the sampler must hold of this version, by canonical name.
+
+        The very codes of the learner's forward, or, in a mixed pairing, those of the sampler's own quantizers.
+        """
+        if not self.plan.mixed:
+            return {name: self.live.canonical(name) for name in self.live.names()}
+        twin = LiveWeights(self.spec, self.plan, side="sampler", device=self.device)
+        for key, value in publish(self._values(), self.keys, self.plan, side="sampler").items():
+            twin.write(key, value)
+        return {name: twin.canonical(name) for name in twin.names()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """FP32 masters by canonical name, as views."""
+        out = {}
+        for key, names in self.keys.items():
+            master = self.masters[key].detach()
+            out |= {name: master[i] if is_stack(key) else master for i, name in enumerate(names)}
+        return {name: out[name] for name in tensor_shapes(self.spec)}
+
+    def forward(self, sequences: Items[Sequence], temperature: float) -> tuple[list[Tensor], list[Tensor]]:
+        """Log-probability and entropy FP32 [R] of every response token, with gradients where they are enabled."""
+        packed = pack(sequences, align=self.align, device=self.device)
+        self._reach(int(packed.rows.positions_N.max()) + 1)
+        hidden_ND = decode_rows(
+            self.spec,
+            self.grad_weights,
+            packed.rows,
+            attend_packed(packed.rectangle),
+            rope=self.rope,
+            kv_grid=self.kv_grid,
+            recompute=self.config.recompute,
+        )
+        kept = _kept(sequences, self.device)
+        logp, entropy = token_logp(
+            hidden_ND[packed.predict_P],
+            self.grad_weights.tensor(head_name(self.spec)),
+            packed.target_P,
+            temperature=temperature,
+            kept=kept,
+        )
+        lengths = [len(s.tokens_T) - s.num_prompt for s in sequences]
+        return list(logp.split(lengths)), list(entropy.split(lengths))
+
+    def plan_micro_batches(self, sequences: Items[Sequence]) -> list[list[int]]:
+        """Which sequences go together."""
+        rows = [round_up(len(s.tokens_T) - 1, self.align) for s in sequences]
+        return micro_batches(rows, max_tokens=self.config.max_tokens)
+
+    @torch.no_grad()
+    def log_probs(self, batch: Batch) -> list[Tensor]:
+        """FP32 [R] per sequence at the batch's temperature, without gradients; the same bits as `forward_backward` sees."""
+        out: list[Tensor] = [torch.empty(0)] * len(batch.sequences)
+        for indices in self.plan_micro_batches(batch.sequences):
+            logp, _ = self.forward([batch.sequences[i] for i in indices], batch.temperature)
+            for index, logp_R in zip(indices, logp, strict=True):
+                out[index] = logp_R
+        return out
+
+    def forward_backward(
+        self,
+        batch: Batch,
+        *,
+        old_logp: Items[Tensor] | None = None,
+        reference_logp: Items[Tensor] | None = None,
+        correction: Items[Tensor] | None = None,
+    ) -> StepReport:
+        """Gradients of the batch's loss, added to the masters' `.grad`.
+
+        old_logp        FP32 [R] per sequence that the ratio is taken to; None: the sampler's (exact pairings)
+        reference_logp  FP32 [R] of the reference policy
+        correction      FP32 [R] detached importance weights of sampler to learner
+        Loss, metrics and gradients do not depend on the split into micro-batches beyond the order of FP32 sums.
+        """
+        masks = [s.mask_R.to(self.device) for s in batch.sequences]
+        weights = token_weights(masks, self.loss.aggregation, self.loss.max_len)
+        old = [s.sampler_logp_R for s in batch.sequences] if old_logp is None else list(old_logp)
+        logp_out: list[Tensor] = [torch.empty(0)] * len(batch.sequences)
+        sums, plan = [], self.plan_micro_batches(batch.sequences)
+        for indices in plan:
+            logp, entropy = self.forward([batch.sequences[i] for i in indices], batch.temperature)
+            for index, logp_R in zip(indices, logp, strict=True):
+                logp_out[index] = logp_R.detach()
+
+            def flat(per_sequence: Items[Tensor] | None, indices: list[int] = indices) -> Tensor | None:
+                if per_sequence is None:
+                    return None
+                return torch.cat([per_sequence[i].to(self.device) for i in indices])
+
+            loss, part = policy_loss(
+                torch.cat(logp),
+                _given(flat(old)),
+                advantage_N=_given(flat([s.advantage_R for s in batch.sequences])),
+                weight_N=_given(flat(weights)),
+                mask_N=_given(flat(masks)),
+                config=self.loss,
+                reference_logp_N=flat(reference_logp),
+                correction_N=flat(correction),
+                entropy_N=torch.cat(entropy),
+            )
+            sums.append(part)
+            loss.backward()
+        self._refuse_ignored_modes()
+        return StepReport(logp=logp_out, metrics=loss_metrics(sums), num_micro_batches=len(plan))
+
+    def step(self) -> dict[str, float]:
+        """Clips, updates the masters, clears the gradients and makes the next version.
+
+        Raises NonFiniteError naming the first tensor with a NaN or Inf gradient; nothing is changed then.
+        """
+        norms = {}
+        for key, master in self.masters.items():
+            if master.grad is None:
+                continue
+            square = master.grad.double().square().sum()
+            if not bool(torch.isfinite(square)):
+                bad = int((~torch.isfinite(master.grad)).sum())
+                self.optimizer.zero_grad(set_to_none=True)
+                raise NonFiniteError(f"gradient of {key}: {bad} of {master.numel()} values are NaN or Inf")
+            group = _group(key)
+            norms[group] = norms.get(group, 0.0) + float(square)
+        total = sum(norms.values()) ** 0.5
+        limit = self.config.max_grad_norm
+        if limit and total > limit:
+            for master in self.masters.values():
+                if master.grad is not None:
+                    master.grad.mul_(limit / total)
+        lr = self.config.lr * min(1.0, (self.num_updates + 1) / max(1, self.config.warmup_steps))
+        for param_group in self.optimizer.param_groups:
+            param_group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.num_updates += 1
+        self.version += 1
+        self._quantize()
+        groups = {f"train/grad_norm/{group}": square**0.5 for group, square in norms.items()}
+        return {"train/grad_norm": total, "train/lr": lr, **groups}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on: masters, optimizer, version, plan digest."""
+        return {
+            "masters": {key: t.detach() for key, t in self.masters.items()},
+            "optimizer": self.optimizer.state_dict(),
+            "version": self.version,
+            "num_updates": self.num_updates,
+            "plan_digest": self.plan.digest,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes a state back. Raises CheckpointError if a part is missing or it belongs to another model or plan."""
+        missing = {"masters", "optimizer", "version", "num_updates", "plan_digest"} - state.keys()
+        if missing:
+            raise CheckpointError(f"the learner's state lacks {sorted(missing)}")
+        if state["plan_digest"] != self.plan.digest:
+            raise CheckpointError(
+                f"the state was made with plan {state['plan_digest'][:12]}, this run has {self.plan.digest[:12]}; "
+                "resume with the same recipe and model"
+            )
+        shapes = {key: tuple(t.shape) for key, t in self.masters.items()}
+        if {key: tuple(t.shape) for key, t in state["masters"].items()} != shapes:
+            raise CheckpointError("the state's tensors are not those of this model")
+        with torch.no_grad():
+            for key, master in self.masters.items():
+                master.copy_(state["masters"][key])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.version, self.num_updates = state["version"], state["num_updates"]
+        self._quantize()
+
+    def _reach(self, num_positions: int) -> None:
+        if num_positions > self.spec.max_positions:
+            raise CapabilityError(f"{num_positions} positions; the model has {self.spec.max_positions}")
+        if num_positions > len(self.rope[0]):
+            self.rope = rope_table(self.spec, round_up(num_positions, 256), self.device)
+
+    def _refuse_ignored_modes(self) -> None:
+        """A backward mode that was asked for and did not run is an error."""
+        for site in self.grad_weights.sites.values():
+            if set(site.calls) - {site.backward}:
+                raise CapabilityError(f"{site.key}: asked for backward {site.backward!r}, ran {sorted(site.calls)}")
+
+
+def _gather(
+    spec: ModelSpec, keys: Mapping[str, tuple[str, ...]], weights: Mapping[str, Tensor], device: torch.device
+) -> dict[str, Tensor]:
+    """FP32 storage tensors from canonical ones, checked."""
+    shapes = tensor_shapes(spec)
+    missing, extra = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
+    if missing or extra:
+        raise WeightsError(f"weights do not fit the model: missing {missing[:8]}, not of it {extra[:8]}")
+    for name, shape in shapes.items():
+        if tuple(weights[name].shape) != shape:
+            raise WeightsError(f"{name} has shape {tuple(weights[name].shape)}, the model needs {shape}")
+        bad = int((~torch.isfinite(weights[name])).sum())
+        if bad:
+            raise NonFiniteError(f"{name}: {bad} of {weights[name].numel()} values are NaN or Inf")
+    out = {}
+    for key, names in keys.items():
+        parts = [weights[name].detach().to(device, torch.float32) for name in names]
+        out[key] = torch.stack(parts) if is_stack(key) else parts[0].clone()
+    return out
+
+
+def _alignment(plan: Plan) -> int:
+    """Rows that a sequence's start must be a multiple of: the largest block along tokens of a quantized backward."""
+    largest = 1
+    for planned in plan.tensors.values():
+        if planned.backward == "quantized":
+            for name in (planned.activation, planned.gradient):
+                along = None if name is None else QUANTIZERS[name].block[1]
+                largest = max(largest, along or 1)
+    return largest
+
+
+def _kept(sequences: Items[Sequence], device: torch.device) -> list[Tensor] | None:
+    if all(s.kept is None for s in sequences):
+        return None
+    whole = torch.empty(0, dtype=torch.int64, device=device)
+    out: list[Tensor] = []
+    for s in sequences:
+        out += [whole] * len(s.sampler_logp_R) if s.kept is None else [ids.to(device) for ids in s.kept]
+    return out
+
+
+def _given(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x
+
+
+def _group(key: str) -> str:
+    """ "model.layers.3.mlp..." -> "layers.3"; the rest by what it is."""
+    pieces = key.split(".")
+    return ".".join(pieces[1:3]) if pieces[1] == "layers" else pieces[-2]
