@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from onegrid.errors import RecipeError
+from onegrid.errors import RecipeError, WeightsError
 
 Shape = tuple[int, ...]
 
@@ -129,7 +129,7 @@ def packed_parts(name: str, shape: Shape) -> dict[str, Shape]:
     """Canonical name -> shape of the experts in a packed tensor, in the order of its rows; {} if it is not packed.
 
     `X.experts.gate_up_proj` (E, 2F, D) holds E times gate (F, D) then up (F, D); `X.experts.down_proj` is (E, D, F).
-    Raises RecipeError for an odd number of gate and up rows.
+    Raises WeightsError for an odd number of gate and up rows.
     """
     found = _PACKED.match(name)
     if not found or len(shape) != 3:
@@ -139,7 +139,7 @@ def packed_parts(name: str, shape: Shape) -> dict[str, Shape]:
     if module == "down_proj":
         return {f"{at}.{e}.down_proj.weight": (rows, columns) for e in range(num_experts)}
     if rows % 2:
-        raise RecipeError(f"{name} has shape {shape}; its second axis holds gate and up and must be even")
+        raise WeightsError(f"{name} has shape {shape}; its second axis holds gate and up and must be even")
     return {
         f"{at}.{e}.{half}.weight": (rows // 2, columns) for e in range(num_experts) for half in ("gate_proj", "up_proj")
     }
