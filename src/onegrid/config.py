@@ -19,6 +19,16 @@ from typing import Any, TypeVar
 import tomli_w
 
 from onegrid.errors import ConfigError
+from onegrid.learner.learner import LearnerConfig
+from onegrid.learner.loss import LossConfig
+from onegrid.recipe import recipe_from_dict
+from onegrid.rl.checkpoint import CheckpointConfig
+from onegrid.rl.dynamic import DynamicConfig
+from onegrid.rl.evaluate import EvalConfig
+from onegrid.rl.loop import LoopConfig
+from onegrid.rl.old_policy import CorrectionConfig
+from onegrid.rl.problems import TaskConfig
+from onegrid.rl.record import RecordConfig
 from onegrid.types import Sampling
 
 T = TypeVar("T")
@@ -33,33 +43,6 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EvalConfig:
-    """Greedy accuracy on held-out problems, before and after training."""
-
-    num_problems: int = 256
-    every: int = 0
-    """Also after every so many steps; 0: only before and after."""
-
-    def __post_init__(self) -> None:
-        if self.num_problems < 1 or self.every < 0:
-            raise ConfigError(f"num_problems {self.num_problems} must be at least 1 and every {self.every} at least 0")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointConfig:
-    """When the run directory gets a checkpoint. The last step always does."""
-
-    every: int = 20
-    """Steps; 0: only at the end."""
-    keep: int = 2
-    """How many of the last ones stay."""
-
-    def __post_init__(self) -> None:
-        if self.every < 0 or self.keep < 1:
-            raise ConfigError(f"every {self.every} must be at least 0 and keep {self.keep} at least 1")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """The whole configuration of `onegrid train`."""
 
@@ -67,9 +50,25 @@ class RunConfig:
     seed: int = 0
     device: str = "auto"
     """"cpu", "cuda", "cuda:1", ...; "auto" takes the GPU where there is one."""
+    recipe: dict[str, Any] = field(default_factory=lambda: {"preset": "mxfp8"})
+    """See `onegrid.recipe.recipe_from_dict`."""
+    task: TaskConfig = field(default_factory=TaskConfig)
     sampling: Sampling = field(default_factory=Sampling)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    dynamic: DynamicConfig = field(default_factory=DynamicConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    record: RecordConfig = field(default_factory=RecordConfig)
+
+    def __post_init__(self) -> None:
+        recipe_from_dict(self.recipe)
+        if self.sampling.temperature <= 0:
+            raise ConfigError(f"sampling.temperature is {self.sampling.temperature}; training needs samples: above 0")
+        if self.loss.kl_coefficient > 0 and not self.loop.log_reference:
+            raise ConfigError("loss.kl_coefficient is above 0, which needs loop.log_reference = true")
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -107,7 +106,8 @@ def parse(tree: dict[str, Any], cls: type[T], path: str = "") -> T:
     try:
         return cls(**values)
     except ConfigError as error:
-        raise ConfigError(f"[{path}] {error}" if path else str(error)) from error
+        named = not path or str(error).startswith(f"{path}.")
+        raise ConfigError(str(error) if named else f"[{path}] {error}") from error
 
 
 def to_toml(config: RunConfig) -> str:

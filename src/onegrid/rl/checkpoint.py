@@ -9,15 +9,30 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from onegrid.errors import CheckpointError
+from onegrid.errors import CheckpointError, ConfigError
 
 PREFIX = "global_step_"
 PARTIAL = ".partial_"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """When the run directory gets a checkpoint. The last step always does."""
+
+    every: int = 20
+    """Steps; 0: only at the end."""
+    keep: int = 2
+    """How many of the last ones stay."""
+
+    def __post_init__(self) -> None:
+        if self.every < 0 or self.keep < 1:
+            raise ConfigError(f"every {self.every} must be at least 0 and keep {self.keep} at least 1")
 
 
 def save(folder: Path, step: int, state: Mapping[str, Any], *, keep: int) -> Path:

@@ -57,8 +57,8 @@ def line(step: int, metrics: Mapping[str, object]) -> str:
     passed = sum(value == 1 for value in checks)
     cells = [
         f"{step:>5}",
-        _cell(metrics.get("rollout/raw_reward_mean"), 7, ".3f"),
-        _cell(metrics.get("rollout/response_length_mean"), 7, ".1f"),
+        _cell(metrics.get("rollout/raw_reward"), 7, ".3f"),
+        _cell(metrics.get("rollout/response_length"), 7, ".1f"),
         _cell(metrics.get("mismatch/max_abs"), 10, ".3g"),
         f"{f'{passed}/{len(checks)}' if checks else '-':>7}",
         _cell(metrics.get("perf/rollout_tokens_per_second"), 9, ".0f"),

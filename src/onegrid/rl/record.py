@@ -136,6 +136,12 @@ class Record:
         pq.write_table(pa.table(columns), temporary, compression="zstd")
         os.replace(temporary, path)
 
+    def sync(self) -> None:
+        """Bring the lines written so far to the disk, so that a checkpoint never knows more than they do."""
+        for name in ("metrics.jsonl", "incidents.jsonl"):
+            with open(self.folder / name, "ab") as file:
+                os.fsync(file.fileno())
+
     def _append(self, name: str, fields: Mapping[str, Any]) -> None:
         line = json.dumps(fields, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
         with open(self.folder / name, "ab") as file:
