@@ -36,7 +36,7 @@ def plan_of(recipe: str | Path, model: Path, *, backward: str | None = None) -> 
         index = read_index(folder) if has_weights else tensor_shapes(ModelSpec.from_hf_config(config))
     except SpecError as error:
         raise WeightsError(
-            f"{model} has no weights to read names from, and its config is not enough: {error}"
+            f"{model} has no weights, and its config alone is not enough: {error}"
         ) from error
     return resolve(_read_recipe(recipe), config, index, backward=backward)
 
