@@ -89,18 +89,22 @@ def _chosen(
             f"{len(learner_logp)} sequences of the learner, {len(sampler_logp)} of the sampler, {len(mask)} masks; "
             "compare the same sequences, in the same order"
         )
-    learner: list[NDArray[np.float32]] = []
-    sampler: list[NDArray[np.float32]] = []
     for i, (p_R, q_R, mask_R) in enumerate(zip(learner_logp, sampler_logp, mask, strict=True)):
         if p_R.shape != q_R.shape or p_R.shape != mask_R.shape or p_R.dtype != q_R.dtype or p_R.dtype != torch.float32:
             raise MismatchError(
                 f"sequence {i}: learner {tuple(p_R.shape)} {p_R.dtype}, sampler {tuple(q_R.shape)} {q_R.dtype}, "
                 f"mask {tuple(mask_R.shape)}; all three need one value per response token, log-probabilities in FP32"
             )
-        chosen_R = mask_R.detach().cpu().bool()
-        if chosen_R.any():
-            learner.append(p_R.detach().cpu()[chosen_R].numpy())
-            sampler.append(q_R.detach().cpu()[chosen_R].numpy())
+    if not mask:
+        return [], []
+    ends = np.cumsum([x.numel() for x in mask])[:-1]
+    # One copy from the device for each side, not one for each sequence.
+    p, q, chosen = (
+        np.split(torch.cat(list(x)).detach().cpu().numpy(), ends) for x in (learner_logp, sampler_logp, mask)
+    )
+    chosen = [m_R.astype(bool) for m_R in chosen]
+    learner = [p_R[m_R] for p_R, m_R in zip(p, chosen, strict=True) if m_R.any()]
+    sampler = [q_R[m_R] for q_R, m_R in zip(q, chosen, strict=True) if m_R.any()]
     for side, values in (("learner", learner), ("sampler", sampler)):
         bad = [(i, int((~np.isfinite(x_R)).sum())) for i, x_R in enumerate(values)]
         count = sum(n for _, n in bad)

@@ -64,40 +64,6 @@ def pack(
     return Batch(sequences=tuple(sequences), temperature=temperature)
 
 
-def micro_batches(lengths: Seq[int], max_tokens: int, align: int = 1) -> list[list[int]]:
-    """Which sequences are computed together: lists of positions in `lengths`, each position once.
-
-    lengths     tokens of every sequence, prompt and response
-    max_tokens  most tokens of one micro-batch, padding included
-    align       every sequence is padded to a multiple of it, so that it starts on a block boundary
-
-    Longest first, each into the first micro-batch with room (first fit, decreasing); ties by position. The same
-    lengths give the same plan. Positions ascend within a micro-batch, and micro-batches by their first position.
-    Raises ConfigError if one sequence alone is too long.
-    """
-    if align < 1:
-        raise ConfigError(f"sequences cannot be aligned to {align} tokens; the number must be at least 1")
-    padded = [-(-length // align) * align for length in lengths]
-    if padded and max(padded) > max_tokens:
-        longest = padded.index(max(padded))
-        raise ConfigError(
-            f"sequence {longest} has {lengths[longest]} tokens, {padded[longest]} with padding to {align}, "
-            f"but a micro-batch may hold {max_tokens}; raise the tokens per micro-batch or lower the caps on prompt "
-            "and response"
-        )
-    plan: list[list[int]] = []
-    room: list[int] = []
-    for i in sorted(range(len(padded)), key=lambda i: (-padded[i], i)):
-        place = next((k for k, free in enumerate(room) if free >= padded[i]), None)
-        if place is None:
-            plan.append([i])
-            room.append(max_tokens - padded[i])
-        else:
-            plan[place].append(i)
-            room[place] -= padded[i]
-    return sorted(sorted(positions) for positions in plan)
-
-
 def _sequence(rollout: Rollout, group_id: int, *, advantage: float, masked: bool) -> Sequence:
     num_response = rollout.tokens_R.numel()
     if not num_response == rollout.logp_R.numel() == rollout.version_R.numel():

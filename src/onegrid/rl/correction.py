@@ -7,7 +7,6 @@ of older versions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,20 +15,6 @@ from onegrid.errors import ConfigError
 
 CORRECTIONS = ("off", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask")
 LOG_RATIO_BOUND = 20.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CorrectionConfig:
-    """Correction of one run; see `correction_weights`."""
-
-    mode: str = "off"
-    cap: float = 2.0
-
-    def __post_init__(self) -> None:
-        if self.mode not in CORRECTIONS:
-            raise ConfigError(f'mode is "{self.mode}"; allowed are {", ".join(CORRECTIONS)}')
-        if not 1.0 <= self.cap < float("inf"):
-            raise ConfigError(f"cap is {self.cap}; it must be at least 1 and finite")
 
 
 def correction_weights(
@@ -54,7 +39,10 @@ def correction_weights(
     Sources: Ionides, "Truncated Importance Sampling" (2008); Yao et al., "Your Efficient RL Framework Secretly Brings
     You Off-Policy RL Training" (2025) for the token form and its cap of 2.
     """
-    CorrectionConfig(mode=mode, cap=cap)  # for its checks
+    if mode not in CORRECTIONS:
+        raise ConfigError(f'the correction is "{mode}"; allowed are {", ".join(CORRECTIONS)}')
+    if not 1.0 <= cap < float("inf"):
+        raise ConfigError(f"the cap of the correction is {cap}; it must be at least 1 and finite")
     return [
         _sequence_weights(p_R.detach(), q_R.detach(), mask_R.bool(), mode=mode, cap=cap)
         for p_R, q_R, mask_R in zip(learner_logp, sampler_logp, mask, strict=True)

@@ -1,4 +1,4 @@
-"""What the rollouts of a step were like: `rollout/` metrics, from all that was generated, masked from the loss or not."""
+"""What the rollouts of a step were like: `rollout/` metrics of all that was generated, masked from the loss or not."""
 
 from __future__ import annotations
 
