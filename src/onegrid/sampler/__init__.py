@@ -1,0 +1,1 @@
+"""Tokens: the protocol of a sampler, the embedded engine, and a fake one."""

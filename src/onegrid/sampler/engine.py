@@ -1,0 +1,248 @@
+"""The embedded engine: a sampler whose log-probabilities are the learner's own bits.
+
+Continuous batching on one device. A completion depends on its request and the weights only: not on the batch, the
+order of requests, or the number of slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onegrid.errors import CapabilityError, ConfigError, SyncError
+from onegrid.formats import QuantTensor
+from onegrid.model.canonical import format_of
+from onegrid.model.decoder import head_name
+from onegrid.model.live import LiveWeights
+from onegrid.model.rope import rope_table
+from onegrid.model.stacks import is_stack, stack_key
+from onegrid.ops.logprob import log_probs
+from onegrid.sampler.base import Capabilities, Live
+from onegrid.sampler.cache import Cache, PrefixStore
+from onegrid.sampler.draw import truncates
+from onegrid.sampler.generation import Generation
+from onegrid.sampler.intake import Intake
+from onegrid.sampler.prefill import Model, chunks, prefill
+from onegrid.sampler.stops import DecodeText
+from onegrid.types import Bucket, Manifest, Request, Rollout, Sampling
+
+KEPT = ("record", "refuse")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplerConfig:
+    """Sizes of the embedded engine. None of them changes a token."""
+
+    max_slots: int = 128
+    """Completions that run at once."""
+    max_len: int = 1024
+    """Positions of a slot: prompt and response together."""
+    prefill_tokens: int = 8192
+    """Most prompt tokens of one forward pass; a longer prompt has one of its own."""
+    prefix_tokens: int = 16384
+    """Prompt tokens kept for samples that still wait; 0 shares only within one admission."""
+    kept: str = "record"
+    """Under top-p or top-k: "record" the kept set of every token, or "refuse" to truncate."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_slots", "max_len", "prefill_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.prefix_tokens < 0:
+            raise ConfigError(f"prefix_tokens is {self.prefix_tokens}; it must be at least 0")
+        if self.kept not in KEPT:
+            raise ConfigError(f"kept is {self.kept!r}; allowed are {', '.join(KEPT)}")
+
+
+class Engine:
+    """Samples from `weights`, which an update changes in place.
+
+    weights      side "sampler"; the engine is the only one to write them
+    version      of weights that are loaded already and derived; None waits for a first commit
+    decode_text  token ids to text, for stop strings and Rollout.text
+    """
+
+    def __init__(
+        self,
+        weights: LiveWeights,
+        config: SamplerConfig,
+        *,
+        version: int | None = None,
+        decode_text: DecodeText | None = None,
+    ) -> None:
+        spec = weights.spec
+        head = head_name(spec)
+        if isinstance(weights.canonical(head), QuantTensor):
+            raise CapabilityError(f"{head} is quantized by the plan; the embedded engine reads logits in BF16 only")
+        if config.max_len > spec.max_positions:
+            raise ConfigError(f"max_len {config.max_len} is beyond the model's {spec.max_positions} positions")
+        self.weights, self.config, self.decode_text = weights, config, decode_text
+        self.intake = Intake(weights, plan_digest=weights.plan.digest, version=version)
+        self.rope = rope_table(spec, config.max_len, weights.device)
+        self.prefixes = PrefixStore(config.prefix_tokens)
+        self.cache: Cache | None = self._allocate()
+
+    @property
+    def version(self) -> int | None:
+        """Version that serves."""
+        return self.intake.version
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the engine does with this model and configuration."""
+        return Capabilities(
+            bits=True,
+            kept_set=self.config.kept == "record",
+            routing=bool(self.weights.spec.moe_layers),
+            stop_strings=self.decode_text is not None,
+            captured=False,
+        )
+
+    @torch.no_grad()
+    def generate(self, requests: Sequence[Request]) -> list[Rollout]:
+        """One rollout per request, in their order. Requests of different Sampling run one Sampling after another.
+
+        CapabilityError for what cannot be done, before anything runs; NonFiniteError naming a request where logits are
+        not finite; SyncError where no proved version is there.
+        """
+        for request in requests:
+            self._check(request)
+        cache, model = self._serving()
+        self.intake.settle()
+        by_sampling: dict[Sampling, list[int]] = {}
+        for index, request in enumerate(requests):
+            by_sampling.setdefault(request.sampling, []).append(index)
+        rollouts: dict[int, Rollout] = {}
+        try:
+            for indices in by_sampling.values():
+                generation = Generation(
+                    model,
+                    [requests[i] for i in indices],
+                    cache=cache,
+                    prefixes=self.prefixes,
+                    max_slots=self.config.max_slots,
+                    decode_text=self.decode_text,
+                )
+                rollouts |= {indices[at]: rollout for at, rollout in generation.run()}
+        except BaseException:
+            cache.clear()
+            self.prefixes.clear()
+            raise
+        return [rollouts[i] for i in range(len(requests))]
+
+    @torch.no_grad()
+    def probe(self, prompts: Sequence[Sequence[int]], captured: bool = False) -> list[Tensor]:
+        """FP32 [V] log-probabilities, at temperature 1, of the token after each prompt. Does not count as serving."""
+        if captured:
+            raise CapabilityError("the embedded engine runs no captured graphs; probe with captured=False")
+        _, model = self._serving()
+        out: list[Tensor] = []
+        for chunk in chunks([tuple(prompt) for prompt in prompts], self.config.prefill_tokens):
+            hidden_BD = prefill(model, chunk, record_routing=False).hidden_BD
+            out += log_probs(model.logits(hidden_BD), 1.0).cpu().unbind()
+        return out
+
+    def describe(self) -> dict[str, Live]:
+        """Every canonical tensor, from its live storage."""
+        return {name: self._describe(name) for name in self.weights.names()}
+
+    def begin(self, manifest: Manifest) -> None:
+        """See `Intake.begin`."""
+        self.intake.begin(manifest)
+
+    def receive(self, bucket: Bucket) -> None:
+        """See `Intake.receive`."""
+        self.intake.receive(bucket)
+
+    @torch.no_grad()
+    def commit(self, version: int) -> float | None:
+        """See `Intake.commit`. Prefixes of the version before are dropped."""
+        share = self.intake.commit(version)
+        self.prefixes.clear()
+        return share
+
+    @torch.no_grad()
+    def abort(self) -> None:
+        """See `Intake.abort`."""
+        if self.intake.abort():
+            self.prefixes.clear()
+
+    @torch.no_grad()
+    def digest(self, names: Iterable[str]) -> dict[str, int]:
+        """See `Intake.digest`."""
+        return self.intake.digest(names)
+
+    def sleep(self) -> None:
+        """Gives the key/value slots and prefixes back. Nothing is generated until `wake`."""
+        self.cache = None
+        self.prefixes.clear()
+
+    @torch.no_grad()
+    def wake(self) -> None:
+        """Allocates the slots anew, after proof that every tensor is that of `version` (SyncError C2 or C3)."""
+        self.intake.verify()
+        if self.cache is None:
+            self.cache = self._allocate()
+
+    def _allocate(self) -> Cache:
+        return Cache(
+            self.weights.spec, max_slots=self.config.max_slots, max_len=self.config.max_len, device=self.weights.device
+        )
+
+    def _serving(self) -> tuple[Cache, Model]:
+        version = self.version
+        if version is None or not self.intake.serving:
+            raise SyncError("no version of the weights is complete and proved; synchronize first", condition="C5")
+        if self.cache is None:
+            raise CapabilityError("the sampler sleeps; wake it first")
+        return self.cache, Model(self.weights, self.rope, version, self.config.prefill_tokens)
+
+    def _describe(self, name: str) -> Live:
+        key = stack_key(name)
+        canonical, operand = self.weights.canonical(name), self.weights.operands.get(key)
+        place = f"row {self.weights.keys[key].index(name)} of {key}" if is_stack(key) else "own storage"
+        return Live(
+            format=format_of(canonical),
+            shape=tuple(canonical.shape),
+            kernel="read as is" if operand is None else f"{operand.kind} matmul of {operand.values.dtype} values",
+            layout=place if operand is None else f"{place}, values {tuple(operand.values.stride())}",
+        )
+
+    def _check(self, request: Request) -> None:
+        sampling, spec = request.sampling, self.weights.spec
+        who = f"prompt {request.prompt_index}, sample {request.sample}"
+        if not request.prompt_tokens:
+            raise CapabilityError(f"{who}: the prompt is empty; it needs one token at least")
+        if not all(0 <= token < spec.vocab_size for token in request.prompt_tokens):
+            raise CapabilityError(f"{who}: a prompt token lies outside the vocabulary of {spec.vocab_size}")
+        _check_sampling(sampling, who)
+        needed = len(request.prompt_tokens) + sampling.max_new_tokens
+        if needed > self.config.max_len:
+            raise CapabilityError(
+                f"{who}: {len(request.prompt_tokens)} prompt and up to {sampling.max_new_tokens} new tokens need "
+                f"{needed} positions, a slot has {self.config.max_len}; raise max_len or lower max_new_tokens"
+            )
+        if truncates(sampling) and self.config.kept == "refuse":
+            raise CapabilityError(
+                f'{who}: top_p {sampling.top_p} or top_k {sampling.top_k} truncates, and kept = "refuse"; '
+                "sample the whole distribution, or record the kept sets"
+            )
+        if sampling.stop_strings and self.decode_text is None:
+            raise CapabilityError(f"{who}: stop strings need decode_text")
+        if sampling.record_routing and not spec.moe_layers:
+            raise CapabilityError(f"{who}: record_routing, but the model has no experts")
+
+
+def _check_sampling(sampling: Sampling, who: str) -> None:
+    for name, fine, allowed in (
+        ("temperature", 0 <= sampling.temperature < float("inf"), "0 or larger"),
+        ("top_p", 0 < sampling.top_p <= 1, "above 0, up to 1"),
+        ("top_k", sampling.top_k >= 0, "0 (all) or larger"),
+        ("max_new_tokens", sampling.max_new_tokens >= 1, "1 or larger"),
+        ("stop_strings", "" not in sampling.stop_strings, "no empty string"),
+    ):
+        if not fine:
+            raise CapabilityError(f"{who}: {name} is {getattr(sampling, name)}; allowed: {allowed}")

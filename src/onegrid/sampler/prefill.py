@@ -1,0 +1,64 @@
+"""Whole prompts through the decoder: what a completion starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onegrid.model.decoder import Attend, Rows, decode_rows, head_name
+from onegrid.model.kv import kv_grid
+from onegrid.model.live import LiveWeights
+from onegrid.ops.logprob import logits
+from onegrid.sampler.cache import PrefillAttend, Prefilled
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What the steps need of the engine."""
+
+    weights: LiveWeights
+    rope: tuple[Tensor, Tensor]
+    version: int
+    prefill_tokens: int
+
+    def hidden(self, rows: Rows, attend: Attend, routes: list[Tensor] | None) -> Tensor:
+        """BF16 [N, D] of the decoder on the plan's key/value grid."""
+        grid = kv_grid(self.weights.plan.kv_cache)
+        return decode_rows(self.weights.spec, self.weights, rows, attend, rope=self.rope, routes=routes, kv_grid=grid)
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """FP32 [N, V]."""
+        return logits(hidden_ND, self.weights.tensor(head_name(self.weights.spec)))
+
+
+def prefill(model: Model, prompts: Sequence[tuple[int, ...]], *, record_routing: bool) -> Prefilled:
+    """Runs whole prompts, none empty. Their tokens are packed as rows, so padding costs only in attention."""
+    device = model.weights.device
+    length_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    token_N = torch.tensor([token for prompt in prompts for token in prompt], device=device)
+    row_N = torch.repeat_interleave(torch.arange(len(prompts), device=device), length_B)
+    end_B = length_B.cumsum(0)
+    column_N = torch.arange(len(token_N), device=device) - (end_B - length_B)[row_N]
+    attend = PrefillAttend(row_N, column_N, num_prompts=len(prompts), longest=max(map(len, prompts)))
+    routes: list[Tensor] | None = [] if record_routing else None
+    rows = Rows(tokens_N=token_N, positions_N=column_N, mask_N=torch.ones_like(token_N, dtype=torch.bool))
+    hidden_ND = model.hidden(rows, attend, routes)
+    routing = torch.stack(routes, dim=1)[end_B - 1] if routes else None
+    return Prefilled(attend.keys, attend.values, hidden_ND[end_B - 1], routing)
+
+
+def chunks(prompts: Sequence[tuple[int, ...]], max_tokens: int) -> Iterator[list[tuple[int, ...]]]:
+    """Prompts in order, in runs of at most max_tokens tokens; a longer prompt is a run of its own."""
+    run: list[tuple[int, ...]] = []
+    size = 0
+    for prompt in prompts:
+        if run and size + len(prompt) > max_tokens:
+            yield run
+            run, size = [], 0
+        run.append(prompt)
+        size += len(prompt)
+    if run:
+        yield run
