@@ -133,7 +133,7 @@ def _write(
     _sync(path)
     for name, shard in zip(names, shards, strict=True):
         path = reserve(name)
-        save_file({n: t.detach().cpu().contiguous() for n, t in shard.items()}, path, metadata={"format": "pt"})
+        save_file({n: _alone(t) for n, t in shard.items()}, path, metadata={"format": "pt"})
         _sync(path)
     if total > 1:
         weight_map = {n: name for name, shard in zip(names, shards, strict=True) for n in shard}
@@ -142,6 +142,12 @@ def _write(
         path.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2) + "\n")
         _sync(path)
     return moves
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU with storage of its own: views of packed experts may not be written as they are."""
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _shard_name(save: int, i: int, total: int) -> str:
