@@ -27,7 +27,7 @@ class Format:
     max_exponent: int
     """Exponent of `max`."""
     saturates_at: float
-    """A scaled value counts as saturated from this magnitude on (E4M3: above it)."""
+    """A scaled value counts as saturated from this magnitude on: it is beyond what rounding alone brings to `max`."""
     nan_code: int | None
     """Code that a NaN gets, with the sign lost; None where the format has no NaN (E2M1 stores +max)."""
 
@@ -54,27 +54,36 @@ class Format:
         return self.name
 
 
-E4M3 = Format("e4m3", 8, 3, 7, 448.0, 8, 464.0, 0x7F)
+E4M3 = Format("e4m3", 8, 3, 7, 448.0, 8, 464.0 + 2.0**-15, 0x7F)  # the tie 464 still rounds to 448
 E5M2 = Format("e5m2", 8, 2, 15, 57344.0, 15, 61440.0, 0x7F)
 E2M1 = Format("e2m1", 4, 1, 1, 6.0, 2, 7.0, None)
 FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E2M1)}
 
 
-def round_elements_(y: Tensor, fmt: Format) -> Tensor:
-    """Round to the nearest value of `fmt`, ties to even; **`y` is overwritten** (scratch of the caller).
+def round_magnitude_(magnitude: Tensor, fmt: Format) -> Tensor:
+    """Round to the nearest value of `fmt`, ties to even, and saturate; **`magnitude` is overwritten** and returned.
 
-    y  FP32 of any shape. Above the maximum and Inf saturate; NaN stays NaN in E4M3 and E5M2 and becomes +max in E2M1;
-       the sign of zero and of values that underflow is kept.
+    magnitude  FP32 >= 0 of any shape. Inf gives the maximum; NaN stays NaN, also where the format has none.
     Source: `cvt.rn.satfinite` of the PTX manual.
     """
+    # Adding a 2^(23 - mantissa_bits) for a value a leaves exactly the element's mantissa bits, and the FP32 adder rounds
+    # them: a halfway value has few bits, so the anchor is an even number of steps and "even" means the same for the sum.
+    # Products by powers of two are exact, so contraction cannot change them; the clamp keeps a product before it apart.
+    magnitude = magnitude.clamp_(max=fmt.max)
+    smallest_anchor = 2.0 ** (fmt.min_exponent + 23 - fmt.mantissa_bits)
+    anchor = (magnitude * 2.0 ** (23 - fmt.mantissa_bits)).clamp_(min=smallest_anchor)
+    return magnitude.add_(anchor).sub_(anchor)
+
+
+def round_elements(y: Tensor, fmt: Format) -> Tensor:
+    """The values of `fmt` nearest to FP32 `y`, ties to even.
+
+    Above the maximum and Inf saturate; NaN stays NaN in E4M3 and E5M2 and becomes +max in E2M1; the sign of zero and
+    of values that underflow is kept.
+    """
     if fmt.nan_code is None:
-        y = y.nan_to_num_(nan=fmt.max)
-    magnitude = y.abs().clamp_(max=fmt.max)
-    # A power of two 23 - mantissa_bits above the exponent of the value: adding it rounds at the element's last bit.
-    # The clamp between a product and this sum also keeps a compiler from contracting them into a multiply-add.
-    anchor = (magnitude.view(torch.int32) & 0x7F800000).clamp_(min=(fmt.min_exponent + 127) << 23)
-    anchor = anchor.add_((23 - fmt.mantissa_bits) << 23).view(torch.float32)
-    return magnitude.add_(anchor).sub_(anchor).copysign_(y)
+        y = y.nan_to_num(nan=fmt.max, posinf=torch.inf, neginf=-torch.inf)
+    return round_magnitude_(y.abs(), fmt).copysign_(y)
 
 
 def encode_exact(values: Tensor, fmt: Format) -> Tensor:
@@ -93,8 +102,8 @@ def encode_exact(values: Tensor, fmt: Format) -> Tensor:
 
 
 def encode_elements(y: Tensor, fmt: Format) -> Tensor:
-    """uint8 codes of FP32 values, rounded as `round_elements_` does; 4-bit codes are not packed."""
-    return encode_exact(round_elements_(y.float().clone(), fmt), fmt)
+    """uint8 codes of FP32 values, rounded as `round_elements` does; 4-bit codes are not packed."""
+    return encode_exact(round_elements(y.float(), fmt), fmt)
 
 
 def decode_elements(codes: Tensor, fmt: Format) -> Tensor:
@@ -116,25 +125,22 @@ def e8m0_up(values: Tensor) -> Tensor:
     Source: `cvt.rp.satfinite.ue8m0x2` of the PTX manual.
     """
     bits = values.view(torch.int32) & 0x7FFFFFFF
-    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
-    stays = (mantissa == 0) | (exponent == 254) | ((exponent == 0) & (mantissa <= 0x400000))
-    up = torch.where(stays, exponent, exponent + 1)
-    up = torch.where(bits >= 0x7F800000, torch.where(bits > 0x7F800000, 255, 254), up)
-    return up.to(torch.uint8)
+    up = (((bits - 1) >> 23) + 1).clamp_(max=254)
+    up = torch.where(bits <= 0x400000, 0, up)  # at most 2^-127
+    return torch.where(bits > 0x7F800000, 255, up).to(torch.uint8)
 
 
 def e8m0_decode(scales: Tensor) -> Tensor:
     """FP32 value 2^(b-127) of uint8 bytes; byte 0 is the subnormal 2^-127 and byte 255 is NaN."""
-    wide = scales.to(torch.int32)
-    bits = torch.where(wide == 0, 0x00400000, wide << 23)
-    return torch.where(wide == 255, 0x7FC00000, bits).to(torch.int32).view(torch.float32)
+    bits = (scales.to(torch.int32) << 23).clamp_(min=0x00400000)
+    return torch.where(bits == 0x7F800000, 0x7FC00000, bits).view(torch.float32)
 
 
 def e8m0_inverse(scales: Tensor) -> Tensor:
     """FP32 value 2^(127-b) of uint8 bytes; byte 254 gives the subnormal 2^-127 and byte 255 NaN."""
     wide = scales.to(torch.int32)
-    bits = torch.where(wide == 254, 0x00400000, (254 - wide) << 23)
-    return torch.where(wide == 255, 0x7FC00000, bits).to(torch.int32).view(torch.float32)
+    bits = ((254 - wide) << 23).clamp_(min=0x00400000)
+    return torch.where(wide == 255, 0x7FC00000, bits).view(torch.float32)
 
 
 def divide(numerator: Tensor | float, denominator: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ def pack(codes: Tensor) -> Tensor:
     """
     if codes.shape[-1] % 2:
         codes = F.pad(codes, (0, 1))
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+    pairs = codes.contiguous().view(torch.int16) if codes.numel() else codes[..., 0::2].to(torch.int16)
+    return (pairs | (pairs >> 4)).to(torch.uint8)  # the low byte of a pair is the even element (little-endian)
 
 
 def unpack(packed: Tensor, size: int | None = None) -> Tensor:

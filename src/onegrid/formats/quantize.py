@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onegrid.errors import FormatError
-from onegrid.formats.casts import FLT_MAX, divide, encode_exact, round_elements_
+from onegrid.formats.casts import FLT_MAX, divide, encode_exact, round_magnitude_
 from onegrid.formats.layouts import pack
 from onegrid.formats.scales import RULES, Scaling, global_encode
 from onegrid.formats.table import Quantizer
@@ -94,8 +94,8 @@ def quantize(
     Raises FormatError for other dtypes, axes and shapes. Source: the rule that `quantizer.source` names.
     """
     state = _scaled(x, quantizer, axis, amax)
-    stats = _stats(x, state, quantizer)
-    values = _unblock(_round(state, quantizer, random_bits), state.shape)
+    stats = _stats(state, quantizer)
+    values = _unblock(_signed(_rounded(state, quantizer, random_bits), state), state.shape)
     codes = encode_exact(values, quantizer.fmt)
     if quantizer.fmt.bits == 4:
         codes = pack(codes if axis == -1 else codes.transpose(-1, -2))
@@ -122,10 +122,10 @@ def quantize_decode(
     stats  also count non-finite and saturated elements (some passes over memory more).
     """
     state = _scaled(x, quantizer, axis, amax)
-    counted = _stats(x, state, quantizer) if stats else None
-    values = _round(state, quantizer, random_bits).mul_(_spread(state.scaling.decode))
+    counted = _stats(state, quantizer) if stats else None
+    values = _signed(_rounded(state, quantizer, random_bits).mul_(_spread(state.scaling.decode)), state)
     return Decoded(
-        _unblock(values, state.shape).contiguous(),
+        _unblock(values, state.shape),
         state.amax if quantizer.has_amax else None,
         _stored(state, quantizer),
         counted,
@@ -134,26 +134,52 @@ def quantize_decode(
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    scaled: Tensor
-    """FP32 [..., Mb, h, Kb, w]: x times the encode multiplier; scratch that rounding overwrites."""
+    """Blocks are [..., Mb, h, Kb, w], the grid is [..., Mb, Kb]."""
+
+    signs: Tensor
+    """FP32 blocks whose signs the result gets."""
+    magnitude: Tensor
+    """FP32 blocks |x| times the encode multiplier; scratch that rounding overwrites."""
+    inputs: Tensor
+    """The input in blocks, FP32."""
+    amax_G: Tensor
     scaling: Scaling
     amax: Tensor | None
+    may_have_nan: bool
     shape: tuple[int, ...]
 
 
 def _scaled(x: Tensor, quantizer: Quantizer, axis: int, amax: Tensor | None) -> _State:
     _check(x, quantizer, axis, amax)
-    x_blocks = _blocked(x.float(), quantizer, axis)
-    amax_G = _block_amax(x_blocks, quantizer)
+    inputs = _blocked(x.float(), quantizer, axis)
+    magnitude = inputs.abs()
+    raw_amax_G = _block_amax(magnitude)
+    may_have_nan = _worth_a_pass(raw_amax_G.isnan())
+    amax_G = raw_amax_G
+    if may_have_nan and quantizer.nan == "element":
+        amax_G = _block_amax(magnitude.nan_to_num(nan=0.0, posinf=torch.inf))
     global_amax, global_amax_G = _global_amax(amax_G, quantizer, axis, amax)
-    if quantizer.takes_amax and not quantizer.has_amax:
-        amax_G = global_amax_G if amax is not None and global_amax_G is not None else amax_G
-    scaling = RULES[quantizer.rule](amax_G, global_amax_G, quantizer, x.dtype)
+    block_amax_G = amax_G
+    if amax is not None and not quantizer.has_amax:
+        assert global_amax_G is not None
+        block_amax_G = global_amax_G
+    scaling = RULES[quantizer.rule](block_amax_G, global_amax_G, quantizer, x.dtype)
     encode = _spread(scaling.encode)
-    scaled = divide(x_blocks, encode) if scaling.divides else x_blocks * encode
+    magnitude = divide(magnitude, encode) if scaling.divides else magnitude.mul_(encode)
+    signs = inputs
+    if may_have_nan and quantizer.fmt.nan_code is None:
+        signs = torch.where(inputs.isnan(), 0.0, inputs)
+        magnitude = magnitude.nan_to_num_(nan=torch.inf, posinf=torch.inf)
     if quantizer.zero_sign == "positive":
-        scaled = torch.where(scaled == 0, 0.0, scaled)
-    return _State(scaled, scaling, global_amax, tuple(x.shape))
+        signs = torch.where(magnitude == 0, 0.0, signs)
+    return _State(signs, magnitude, inputs, raw_amax_G, scaling, global_amax, may_have_nan, tuple(x.shape))
+
+
+def _worth_a_pass(mask_G: Tensor) -> bool:
+    """Whether work that only some values need must be done. Looks where looking is free; compiled or on a GPU: yes."""
+    if torch.compiler.is_compiling() or mask_G.device.type != "cpu":
+        return True
+    return bool(mask_G.any())
 
 
 def _check(x: Tensor, quantizer: Quantizer, axis: int, amax: Tensor | None) -> None:
@@ -194,17 +220,13 @@ def _unblock(blocks: Tensor, shape: tuple[int, ...]) -> Tensor:
     return full if tuple(full.shape) == shape else full[..., : shape[-2], : shape[-1]].contiguous()
 
 
-def _block_amax(x_blocks: Tensor, quantizer: Quantizer) -> Tensor:
-    """[..., Mb, Kb]: largest magnitude of every block; NaN ignored, or kept where the rule spoils the block."""
-    grid = (*x_blocks.shape[:-3], x_blocks.shape[-2])
-    if x_blocks.numel() == 0:
-        return x_blocks.new_zeros(grid)
-    if quantizer.nan == "element":
-        x_blocks = x_blocks.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf).abs_()
-    else:
-        x_blocks = x_blocks.abs()
-    dims = [dim for dim in (-3, -1) if x_blocks.shape[dim] > 1]
-    return (x_blocks.amax(dims) if dims else x_blocks).reshape(grid)
+def _block_amax(magnitude: Tensor) -> Tensor:
+    """[..., Mb, Kb]: the largest of every block; NaN where a block has one."""
+    grid = (*magnitude.shape[:-3], magnitude.shape[-2])
+    if magnitude.numel() == 0:
+        return magnitude.new_zeros(grid)
+    dims = [dim for dim in (-3, -1) if magnitude.shape[dim] > 1]
+    return (magnitude.amax(dims) if dims else magnitude).reshape(grid)
 
 
 def _global_amax(
@@ -233,22 +255,33 @@ def _stored(state: _State, quantizer: Quantizer) -> Tensor:
     return scales[..., 0, 0] if quantizer.block == (None, None) else scales
 
 
-def _round(state: _State, quantizer: Quantizer, random_bits: Tensor | None) -> Tensor:
+def _rounded(state: _State, quantizer: Quantizer, random_bits: Tensor | None) -> Tensor:
     if random_bits is not None:
         raise FormatError("stochastic rounding is not written yet")
-    return round_elements_(state.scaled, quantizer.fmt)
+    return round_magnitude_(state.magnitude, quantizer.fmt)
 
 
-def _stats(x: Tensor, state: _State, quantizer: Quantizer) -> Stats:
+def _signed(magnitude: Tensor, state: _State) -> Tensor:
+    if state.may_have_nan:  # one NaN for all, so that bytes do not depend on the device
+        magnitude = magnitude.nan_to_num_(nan=torch.nan, posinf=torch.inf)
+        return torch.where(magnitude.isnan(), magnitude, magnitude.copysign(state.signs))
+    return magnitude.copysign_(state.signs)
+
+
+def _stats(state: _State, quantizer: Quantizer) -> Stats:
     """Counts, taken before rounding overwrites the scaled values."""
-    magnitude = state.scaled.abs()
+    device = state.magnitude.device
+    nonfinite = saturated = torch.zeros((), dtype=torch.int64, device=device)
     limit = quantizer.fmt.saturates_at
-    beyond = magnitude > limit if quantizer.fmt.name == "e4m3" else magnitude >= limit
+    unusual = ~state.amax_G.isfinite()
+    if _worth_a_pass(unusual):
+        nonfinite = (~state.inputs.isfinite()).sum()
+    if _worth_a_pass(unusual | (_block_amax(state.magnitude) >= limit)):
+        saturated = ((state.magnitude >= limit) & ~state.inputs.isnan()).sum()
     if quantizer.has_amax:
         assert state.amax is not None
         decodable = (state.amax >= 6.0 * quantizer.scale_max / FLT_MAX) & (state.amax <= FLT_MAX / quantizer.scale_max)
         overflow = ~decodable & (state.amax != 0)
     else:
         overflow = (state.scaling.decode * quantizer.fmt.max).isinf()
-    nonfinite = ~x.isfinite()
-    return Stats(nonfinite.sum(), beyond.sum(), overflow.sum())
+    return Stats(nonfinite, saturated, overflow.sum())

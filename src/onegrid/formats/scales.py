@@ -17,13 +17,12 @@ from onegrid.formats.casts import (
     E4M3,
     E5M2,
     FLT_MAX,
-    Format,
     divide,
     e8m0_decode,
     e8m0_inverse,
     e8m0_up,
     encode_exact,
-    round_elements_,
+    round_magnitude_,
 )
 from onegrid.formats.table import Quantizer
 
@@ -65,7 +64,7 @@ def nvfp4(amax_G: Tensor, global_amax_G: Tensor | None, quantizer: Quantizer, dt
     assert global_amax_G is not None
     encode_G = global_encode(global_amax_G, quantizer)
     decode_G = divide(1.0, encode_G)
-    block_G = round_elements_((amax_G * (encode_G * RECIPROCAL[E2M1.name])).clamp_(max=FLT_MAX), E4M3)
+    block_G = round_magnitude_((amax_G * (encode_G * RECIPROCAL[E2M1.name])).clamp_(max=FLT_MAX), E4M3)
     return Scaling(encode_exact(block_G, E4M3), divide(1.0, block_G * decode_G).clamp_(max=FLT_MAX), block_G)
 
 
@@ -93,11 +92,6 @@ def _fp8(amax_G: Tensor, quantizer: Quantizer, largest: float) -> Scaling:
     encode_G = torch.where((amax_G > 0) & (amax_G < torch.inf), encode_G, 1.0)
     scales_G = divide(1.0, encode_G)
     return Scaling(scales_G, encode_G, scales_G)
-
-
-def format_of(scale: str) -> Format | None:
-    """Element format in which a block scale is stored, or None for powers of two and FP32."""
-    return E4M3 if scale == "e4m3" else None
 
 
 RULES: dict[str, Rule] = {"mx": mx, "nvfp4": nvfp4, "fp8": fp8, "fp8_block": fp8_block}
