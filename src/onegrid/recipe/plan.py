@@ -101,7 +101,8 @@ class Plan:
     def to_json(self) -> str:
         """The plan as JSON text, with its digest."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "tensors"}
-        tensors = [dataclasses.asdict(t) for t in self.tensors.values()]
+        names = [f.name for f in dataclasses.fields(TensorPlan)]
+        tensors = [{name: getattr(t, name) for name in names} for t in self.tensors.values()]
         return json.dumps({**fields, "mixed": self.mixed, "digest": self.digest, "tensors": tensors}, indent=1)
 
     @classmethod
