@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from onegrid.model.canonical import Snapshot
+from onegrid.model.canonical import Snapshot, parts_of
 from onegrid.model.live import LiveWeights
 from onegrid.model.publish import publish
 from onegrid.model.spec import ModelSpec, tensor_shapes
@@ -63,16 +63,10 @@ def loaded(snapshot: Snapshot, spec: ModelSpec, plan: Plan, device: torch.device
     """Weights that hold a snapshot without any synchronization."""
     weights = LiveWeights(spec, plan, side="sampler", device=device)
     for name, tensor in snapshot.tensors.items():
-        parts = {"values": tensor} if isinstance(tensor, torch.Tensor) else vars_of(tensor)
         for part, live in weights.parts(name).items():
-            live.copy_(parts[part])
+            live.copy_(parts_of(tensor)[part])
     weights.derive()
     return weights
-
-
-def vars_of(tensor: object) -> dict[str, torch.Tensor]:
-    """Parts of a quantized tensor."""
-    return {part: getattr(tensor, part) for part in ("codes", "scales", "amax")}
 
 
 def engine_of(

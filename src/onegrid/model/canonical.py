@@ -30,7 +30,7 @@ class Snapshot:
 
 
 def parts_of(canonical: Canonical) -> dict[str, Tensor]:
-    """"codes", "scales" and, where the format has one, "amax"; or "values"."""
+    """ "codes", "scales" and, where the format has one, "amax"; or "values"."""
     if isinstance(canonical, Tensor):
         return {"values": canonical}
     parts = {"codes": canonical.codes, "scales": canonical.scales}
@@ -48,7 +48,7 @@ def raw_bytes(x: Tensor) -> Tensor:
 
 
 def dtype_name(x: Tensor) -> str:
-    """"uint8" for torch.uint8 and so on."""
+    """ "uint8" for torch.uint8 and so on."""
     return str(x.dtype).removeprefix("torch.")
 
 
@@ -62,5 +62,5 @@ def count_moved(before: Canonical, after: Tensor) -> tuple[int, int]:
     if isinstance(before, QuantTensor) and first.numel() < count:  # two codes to a byte
         xor = first ^ after
         return int(((xor & 15) != 0).sum() + ((xor >> 4) != 0).sum()), count
-    differs_NB = (raw_bytes(first) != raw_bytes(after)).view(-1, first.element_size())
-    return int(differs_NB.any(dim=1).sum()), count
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[first.element_size()]
+    return int((first.view(words) != after.view(words)).sum()), count

@@ -105,6 +105,8 @@ class Engine:
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
         """One rollout per request, in their order. Requests of different Sampling run one Sampling after another.
 
+        routing_RLE[t] holds the experts of the position whose output drew token t: the one before it.
+
         CapabilityError for what cannot be done, before anything runs; NonFiniteError naming a request where logits are
         not finite; SyncError where no proved version is there.
         """

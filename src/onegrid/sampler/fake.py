@@ -283,10 +283,10 @@ class FaultyIntake(Intake):
         super()._restore(before, cause)
         self.restoring = False
 
-    def prove(self, expected: Mapping[str, int]) -> None:
+    def prove(self, expected: Mapping[str, int], found: Mapping[str, int]) -> None:
         """Only a sampler without faults, or one that lost something in its sleep, checks itself."""
         if self.faults <= {"lose_on_sleep"}:
-            super().prove(expected)
+            super().prove(expected, found)
 
 
 def _own(tensor: Canonical, device: torch.device) -> Canonical:

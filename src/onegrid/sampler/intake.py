@@ -131,10 +131,11 @@ class Intake:
         raw_bytes(self._staged[piece.name][piece.part])[piece.offset : end] = piece.data
 
     def commit(self, version: int) -> float | None:
-        """Swaps the staged version in, derives, and compares the digests of the live storage with the manifest.
+        """Swaps the staged version in, proves its bytes against the manifest and derives what kernels read.
 
-        Returns the share of stored elements that moved, None for a first version. SyncError: C5 if anything is
-        missing, C2 for other bytes than the manifest's, C3 for a stale operand; the version before is then live again.
+        Returns the share of stored elements that moved, None for a first version. SyncError C5 if anything is missing,
+        C2 for other bytes than the manifest's; the version before is then live again. Operands are proved by `digest`,
+        which the sender asks for next: a proof by the hand that just derived them would prove little.
         """
         manifest = self._transaction("commit")
         if version != manifest.version:
@@ -145,8 +146,8 @@ class Intake:
         expected = expected_digests(manifest)
         try:
             self.swap()
+            self.prove(expected, self.canonical_digests(expected))
             self.derive()
-            self.prove(expected)
         except BaseException as error:
             self._restore(before, error)
             raise
@@ -177,18 +178,21 @@ class Intake:
         if unknown:
             raise SyncError(f"no such tensor in the sampler: {_shorten(unknown)}", condition="C5", tensors=unknown)
         self.store.verify()
+        return self.canonical_digests(names)
+
+    def canonical_digests(self, names: Iterable[str]) -> dict[str, int]:
+        """Digests of the live canonical bytes, without a look at the operands."""
         return {name: sum(digest(x, role=part) for part, x in self.store.parts(name).items()) & WORD for name in names}
 
     def verify(self) -> None:
         """SyncError C2 or C3 unless every tensor still is that of the version; nothing serves until it is."""
         self.serving = False
         if self.version is not None:
-            self.prove(self.digests)
+            self.prove(self.digests, self.digest(self.digests))
             self.serving = True
 
-    def prove(self, expected: Mapping[str, int]) -> None:
-        """SyncError C2 or C3 unless the live digests are the expected ones."""
-        found = self.digest(expected)
+    def prove(self, expected: Mapping[str, int], found: Mapping[str, int]) -> None:
+        """SyncError C2 naming the tensors whose digests are not the expected ones."""
         wrong = tuple(name for name, value in expected.items() if found[name] != value)
         if wrong:
             message = f"{len(wrong)} tensors hold other bytes than the manifest says: {_shorten(wrong)}"

@@ -1,0 +1,143 @@
+"""Drawing: the random numbers, the inverse of the distribution, and what truncation keeps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from onegrid.ops.logprob import log_probs
+from onegrid.sampler.draw import inverse_cdf, kept_set, mix, stream, streams, truncates, uniform
+from onegrid.types import Request, Sampling
+from tests.bytes import assert_same_bytes
+
+REQUEST = Request(prompt_index=2, sample=1, prompt_tokens=(1,), seed=5, sampling=Sampling())
+
+
+def test_case_M1_temperature_and_truncation_come_before_the_log_softmax(device):
+    half = log_probs(torch.tensor([[2.0, 0.0]], device=device), 0.5)
+    assert float(half[0, 0]) == pytest.approx(-0.018150, abs=5e-7)  # rounding of the stated digits
+    logits = torch.tensor([[2.0, 1.0, 0.0]], device=device)
+    full = log_probs(logits, 1.0)
+    keep = kept_set(full, Sampling(top_k=2))
+    assert keep.tolist() == [[True, True, False]]
+    kept = log_probs(logits, 1.0, keep)
+    assert float(full[0, 0]) == pytest.approx(-0.407606, abs=5e-7)
+    assert float(kept[0, 0]) == pytest.approx(-0.313262, abs=5e-7)
+    assert math.exp(float(full[0, 0] - kept[0, 0])) == pytest.approx(0.909969, abs=5e-7)
+    assert float(kept[0, 2]) == -math.inf
+
+
+def test_case_M1_top_p_sees_probabilities_at_the_temperature():
+    logits = torch.tensor([[2.0, 1.0, 0.0]])
+    assert float(log_probs(logits, 1.0).exp()[0, 0]) == pytest.approx(0.665, abs=5e-4)
+    assert float(log_probs(logits, 0.5).exp()[0, 0]) == pytest.approx(0.867, abs=5e-4)
+    sampling = Sampling(top_p=0.8)
+    assert kept_set(log_probs(logits, 1.0), sampling).tolist() == [[True, True, False]]
+    assert kept_set(log_probs(logits, 0.5), sampling).tolist() == [[True, False, False]]
+
+
+def test_the_finalizer_is_that_of_splitmix64():
+    # first outputs for seed 1234567, published with the reference generator
+    state, outputs = 1234567, []
+    for _ in range(3):
+        state = (state + 0x9E3779B97F4A7C15) % 2**64
+        outputs.append(mix(state))
+    assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+def test_tensors_and_integers_give_the_same_uniform_numbers(device):
+    requests = [replace(REQUEST, prompt_index=i, sample=i % 3, seed=-7 + 2**40 * i) for i in range(20)]
+    stream_N = streams(requests, device)
+    for position in (0, 1, 4096):
+        got = uniform(stream_N, torch.full_like(stream_N, position)).tolist()
+        step = 0x9E3779B97F4A7C15
+        expected = [(mix((stream(r) + (position + 1) * step) % 2**64) >> 11) / 2**53 for r in requests]
+        assert got == expected
+        assert all(0 <= u < 1 for u in got)
+
+
+def test_streams_differ_in_every_coordinate():
+    names = [
+        stream(replace(REQUEST, prompt_index=prompt, sample=sample, seed=seed))
+        for prompt in range(20)
+        for sample in range(20)
+        for seed in range(-2, 20)
+    ]
+    assert len(set(names)) == len(names)
+
+
+def test_uniform_numbers_are_uniform():
+    requests = [replace(REQUEST, prompt_index=i // 8, sample=i % 8) for i in range(400)]
+    stream_N1 = streams(requests, torch.device("cpu"))[:, None]
+    u_NT = uniform(stream_N1, torch.arange(50)[None])
+    # 20,000 draws in 20 bins: chi squared with 19 degrees of freedom is below 43.8 except once in 1,000
+    counts = torch.histc(u_NT.flatten().float(), bins=20, min=0, max=1)
+    assert float(((counts - 1000) ** 2 / 1000).sum()) < 43.8
+    assert abs(float(torch.corrcoef(torch.stack([u_NT[:, 0], u_NT[:, 1]]))[0, 1])) < 0.2
+
+
+def test_a_token_is_the_first_whose_cumulative_sum_exceeds_the_number(device):
+    logp = torch.tensor([0.5, 0.0, 0.25, 0.25], device=device).log().expand(6, 4)
+    u = torch.tensor([0.0, 0.4999, 0.5, 0.7499, 0.75, 1 - 2.0**-53], dtype=torch.float64, device=device)
+    assert inverse_cdf(logp, u).tolist() == [0, 0, 2, 2, 3, 3]
+
+
+def test_a_token_of_probability_zero_is_never_drawn(device):
+    logp = torch.tensor([0.0, 1.0, 0.0, 0.0], device=device).log().expand(3, 4)
+    u = torch.tensor([0.0, 0.5, 1 - 2.0**-53], dtype=torch.float64, device=device)
+    assert inverse_cdf(logp, u).tolist() == [1, 1, 1]
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(500, 33, generator=generator).to(device)
+    keep = torch.rand(500, 33, generator=generator).to(device) < 0.3
+    keep[:, 7] = True
+    for value in (0.0, 0.5, 1 - 2.0**-53):
+        u = torch.full((500,), value, dtype=torch.float64, device=device)
+        token = inverse_cdf(log_probs(logits, 0.7, keep), u)
+        assert bool(keep.gather(1, token[:, None]).all())
+
+
+def test_a_draw_does_not_depend_on_the_other_rows(device):
+    generator = torch.Generator().manual_seed(1)
+    logp = log_probs(torch.randn(37, 101, generator=generator).to(device), 1.0)
+    u = torch.rand(37, dtype=torch.float64, generator=generator).to(device)
+    together = inverse_cdf(logp, u)
+    assert_same_bytes(torch.cat([inverse_cdf(logp[i : i + 1], u[i : i + 1]) for i in range(37)]), together)
+    assert_same_bytes(inverse_cdf(logp.flip(0), u.flip(0)).flip(0), together)
+
+
+def test_draws_follow_the_distribution():
+    logp = torch.tensor([0.1, 0.2, 0.3, 0.4]).log().expand(20000, 4)
+    requests = [replace(REQUEST, prompt_index=i) for i in range(20000)]
+    u = uniform(streams(requests, torch.device("cpu")), torch.zeros(20000, dtype=torch.int64))
+    counts = torch.bincount(inverse_cdf(logp, u), minlength=4)
+    expected = 20000 * torch.tensor([0.1, 0.2, 0.3, 0.4])
+    assert float(((counts - expected) ** 2 / expected).sum()) < 16.3  # 3 degrees of freedom, once in 1,000
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (Sampling(top_k=1), [1]),
+        (Sampling(top_k=3), [0, 1, 2]),  # 0, 2 and 3 tie: lower ids first
+        (Sampling(top_k=9), [0, 1, 2, 3, 4]),
+        (Sampling(top_p=1e-9), [1]),
+        (Sampling(top_p=0.39), [1]),
+        (Sampling(top_p=0.41), [0, 1]),
+        (Sampling(top_p=0.99), [0, 1, 2, 3, 4]),
+        (Sampling(top_k=2, top_p=0.6), [1]),  # .4 of .58 is .69
+        (Sampling(top_k=2, top_p=0.7), [0, 1]),
+    ],
+    ids=str,
+)
+def test_truncation_keeps_the_most_likely(sampling, kept, device):
+    logp = torch.tensor([[0.18, 0.4, 0.18, 0.18, 0.06]], device=device).log()
+    assert kept_set(logp, sampling)[0].nonzero().squeeze(1).tolist() == kept
+    assert truncates(sampling)
+
+
+def test_greedy_and_full_sampling_truncate_nothing():
+    assert not truncates(Sampling())
+    assert not truncates(Sampling(temperature=0, top_k=3, top_p=0.5))
