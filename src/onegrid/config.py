@@ -29,6 +29,7 @@ from onegrid.rl.loop import LoopConfig
 from onegrid.rl.old_policy import CorrectionConfig
 from onegrid.rl.problems import TaskConfig
 from onegrid.rl.record import RecordConfig
+from onegrid.sampler.engine import SamplerConfig
 from onegrid.types import Sampling
 
 T = TypeVar("T")
@@ -54,6 +55,7 @@ class RunConfig:
     """See `onegrid.recipe.recipe_from_dict`."""
     task: TaskConfig = field(default_factory=TaskConfig)
     sampling: Sampling = field(default_factory=Sampling)
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
@@ -115,6 +117,12 @@ def to_toml(config: RunConfig) -> str:
     return tomli_w.dumps(_tree(config))
 
 
+def changed_keys(one: RunConfig, other: RunConfig) -> list[str]:
+    """Dotted names of the keys in which two configurations differ."""
+    flat = [dict(_flat(_tree(config))) for config in (one, other)]
+    return [key for key in sorted(flat[0].keys() | flat[1].keys()) if flat[0].get(key) != flat[1].get(key)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldInfo:
     """One row of the configuration reference."""
@@ -140,6 +148,14 @@ def reference(cls: type = RunConfig, path: str = "") -> Iterator[FieldInfo]:
             default = f.default_factory()
         shown = "" if default is dataclasses.MISSING else _toml_value(default)
         yield FieldInfo(key=key, type=_name(hints[f.name]), default=shown)
+
+
+def _flat(tree: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, _dotted(path, key))
+        else:
+            yield _dotted(path, key), value
 
 
 def _toml_value(value: Any) -> str:

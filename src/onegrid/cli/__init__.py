@@ -28,9 +28,7 @@ def app() -> None:
 @click.option("--run-dir", type=click.Path(file_okay=False, path_type=Path), help="Where the run is recorded.")
 @click.option("--steps", type=click.IntRange(min=0), help="Short for loop.num_steps=N.")
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint of the run directory.")
-@click.option(
-    "--dry-run", is_flag=True, help="Print configuration, plan, memory and steps; train nothing."
-)
+@click.option("--dry-run", is_flag=True, help="Print configuration, plan, memory and steps; train nothing.")
 def train(
     config: Path, overrides: tuple[str, ...], run_dir: Path | None, steps: int | None, resume: bool, dry_run: bool
 ) -> None:

@@ -35,9 +35,7 @@ def plan_of(recipe: str | Path, model: Path, *, backward: str | None = None) -> 
     try:
         index = read_index(folder) if has_weights else tensor_shapes(ModelSpec.from_hf_config(config))
     except SpecError as error:
-        raise WeightsError(
-            f"{model} has no weights, and its config alone is not enough: {error}"
-        ) from error
+        raise WeightsError(f"{model} has no weights, and its config alone is not enough: {error}") from error
     return resolve(_read_recipe(recipe), config, index, backward=backward)
 
 

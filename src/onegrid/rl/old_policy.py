@@ -25,7 +25,7 @@ class CorrectionConfig:
 
 
 def old_policy(learner: Learner, batch: Batch, config: CorrectionConfig) -> dict[str, Any]:
-    """Arguments of `Learner.forward_backward`; a correction takes one more forward pass, for the old log-probabilities."""
+    """Arguments of `Learner.forward_backward`; a correction takes one more forward pass for the old ones."""
     if config.mode == "off":
         return {}
     old_logp = learner.log_probs(batch)

@@ -1,0 +1,135 @@
+"""`onegrid train`: from a configuration to a run directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from onegrid.config import changed_keys, load_config, to_toml
+from onegrid.errors import CheckpointError
+from onegrid.rl import checkpoint
+from onegrid.rl.loop import train
+from onegrid.rl.progress import Display
+from onegrid.rl.record import Record, free_run_folder, last_run_folder, read_metrics, versions
+from onegrid.study.estimate import memory_estimate
+from onegrid.study.parts import Design, build, design
+
+MAY_CHANGE = ("loop.num_steps", "checkpoint.", "record.")
+"""What a resumed run may do differently and still be the same run."""
+
+
+def run(
+    path: Path, overrides: Sequence[str], *, run_dir: Path | None, num_steps: int | None, resume: bool, dry_run: bool
+) -> None:
+    """See `onegrid train --help`."""
+    console = Console(highlight=False)
+    steps = [] if num_steps is None else [f"loop.num_steps={num_steps}"]
+    plan = design(load_config(path, [*overrides, *steps]), path.parent)
+    if dry_run:
+        _describe(plan, console)
+        return
+    folder = _folder(path, run_dir, resume=resume)
+    last = checkpoint.latest(folder) if resume else None
+    if resume and (folder / "config.toml").exists():
+        _refuse_changes(folder, plan)
+    state = checkpoint.load(last, plan.config.device) if last else None
+    config = plan.config
+    parts = build(plan)
+    record = Record(folder, config=config.record, resume_step=(state["step"] if state else 0) if resume else None)
+    record.text("config.toml", to_toml(config))
+    record.text("plan.json", plan.plan.to_json())
+    record.text("versions.json", json.dumps(versions(), indent=1, sort_keys=True) + "\n")
+    with Display(config.loop.num_steps, done=state["step"] if state else 0, console=console) as display:
+        display.note(f"run {folder}" + (f", going on from step {state['step']}" if state else ""))
+        for line in plan.plan.summary():
+            display.note(line)
+        try:
+            train(
+                parts.task,
+                parts.learner,
+                parts.sampler,
+                config=config.loop,
+                sampling=config.sampling,
+                seed=config.seed,
+                tokenizer=parts.tokenizer,
+                record=record,
+                display=display,
+                dynamic=config.dynamic,
+                correction=config.correction,
+                evaluation=config.eval,
+                checkpoints=config.checkpoint,
+                reference=parts.reference,
+                state=state,
+            )
+        except KeyboardInterrupt:
+            display.note(f"interrupted; go on with --resume --run-dir {folder}")
+            raise
+    console.print(summary(folder))
+
+
+def summary(folder: Path) -> Table:
+    """What a person wants to know at the end of a run, from its own record."""
+    lines = read_metrics(folder)
+    steps = [line for line in lines if line["step"]]
+    accuracy = [(line["step"], line["eval/held_out/accuracy"]) for line in lines if "eval/held_out/accuracy" in line]
+    table = Table(title="done", show_header=False, title_justify="left")
+    if accuracy:
+        table.add_row("held-out accuracy before", f"{accuracy[0][1]:.3f}")
+        table.add_row("held-out accuracy after", f"{accuracy[-1][1]:.3f} (step {accuracy[-1][0]})")
+    apart: list[Any] = [line["mismatch/max_abs"] for line in steps if "mismatch/max_abs" in line]
+    equal: list[Any] = [line["mismatch/share_equal"] for line in steps if "mismatch/share_equal" in line]
+    if apart:
+        table.add_row("mismatch, largest of any token", f"{max(apart):.3g} nats")
+        table.add_row("log-probabilities of equal bits", f"{min(equal):.2%} or more in every step")
+    checks = [value for line in steps for key, value in line.items() if key.startswith("guard/")]
+    if checks:
+        counts = [sum(value == wanted for value in checks) for wanted in (1, 0, -1)]
+        table.add_row("checks", "{} passed, {} failed, {} could not tell".format(*counts))
+    seconds: list[Any] = [line.get("perf/step_seconds", 0.0) for line in steps]
+    table.add_row("time", f"{sum(seconds):.0f} s in {len(steps)} steps")
+    table.add_row("run directory", str(folder))
+    return table
+
+
+def _folder(path: Path, run_dir: Path | None, *, resume: bool) -> Path:
+    if run_dir is not None:
+        return run_dir
+    runs = Path("runs")
+    last = last_run_folder(runs, path.stem) if resume else None
+    return last or free_run_folder(runs, path.stem)
+
+
+def _refuse_changes(folder: Path, plan: Design) -> None:
+    """A resumed run ends in the bytes of an uninterrupted one only if it is the same run."""
+    before = load_config(folder / "config.toml")
+    changed = [key for key in changed_keys(before, plan.config) if not key.startswith(MAY_CHANGE)]
+    if changed:
+        raise CheckpointError(
+            f"{folder} was begun with another {', '.join(changed)}; resume with the same configuration "
+            f"({', '.join(MAY_CHANGE)} may change), or begin another run"
+        )
+
+
+def _describe(plan: Design, console: Console) -> None:
+    """What `--dry-run` prints: configuration, plan, memory and step plan."""
+    config = plan.config
+    console.print(to_toml(config), markup=False, soft_wrap=True)
+    console.print(plan.plan.table(), markup=False, soft_wrap=True)
+    table = Table(title="memory estimate", title_justify="left", show_header=False)
+    for what, num_bytes in memory_estimate(plan).items():
+        table.add_row(what, f"{num_bytes / 2**20:.1f} MiB")
+    console.print(table)
+    loop, sampling = config.loop, config.sampling
+    sequences = loop.prompts_per_step * loop.samples_per_prompt
+    table = Table(title="step plan", title_justify="left", show_header=False)
+    table.add_row("steps", str(loop.num_steps))
+    table.add_row("a step", f"{loop.prompts_per_step} prompts x {loop.samples_per_prompt} samples, one update")
+    table.add_row("response tokens", f"at most {sequences * sampling.max_new_tokens} a step")
+    table.add_row("micro-batches", f"of at most {config.learner.max_tokens} rows")
+    table.add_row("evaluation", f"{config.eval.num_problems} held-out problems, greedy, before and after")
+    console.print(table)

@@ -1,0 +1,1 @@
+"""Runs put together from configurations, alone and as the arms of a study."""

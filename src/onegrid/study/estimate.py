@@ -1,0 +1,58 @@
+"""How much memory a run will take, before it takes it. Exact for what is allocated once, rough for activations."""
+
+from __future__ import annotations
+
+import math
+
+from onegrid.formats import QUANTIZERS
+from onegrid.model.spec import ModelSpec, tensor_shapes
+from onegrid.recipe import Plan
+from onegrid.study.parts import Design
+
+
+def memory_estimate(design: Design) -> dict[str, int]:
+    """Bytes by what they hold, in the order of a run's life.
+
+    Weights, optimizer and key/value slots are counted from shapes; activations are those of one micro-batch of the
+    largest size, with about ten numbers per hidden unit and layer kept for the backward pass.
+    """
+    spec, config = design.spec, design.config
+    num_weights = sum(math.prod(shape) for shape in tensor_shapes(spec).values())
+    operand = 4 if config.device == "cpu" else 2
+    rows = config.learner.max_tokens
+    width = spec.intermediate_size if not spec.moe_layers else spec.moe_intermediate_size * spec.top_k
+    kept_layers = 1 if config.learner.recompute else spec.num_layers
+    row = kept_layers * (10 * spec.hidden_size + 5 * width) + spec.vocab_size
+    sampler = config.sampler
+    found = {
+        "learner: FP32 masters": 4 * num_weights,
+        "learner: gradients": 4 * num_weights,
+        "learner: AdamW": 8 * num_weights,
+        "learner: codes and scales": published_bytes(spec, design.plan, "weight"),
+        "learner: operands of matmuls": operand * num_weights,
+        "learner: activations (rough)": 4
+        * rows
+        * (kept_layers * (10 * spec.hidden_size + 5 * width) + spec.vocab_size),
+        "sampler: codes and scales": published_bytes(spec, design.plan, "sampler_weight"),
+        "sampler: staged update": published_bytes(spec, design.plan, "sampler_weight"),
+        "sampler: operands of matmuls": operand * num_weights,
+        "sampler: key/value slots": 4
+        * sampler.max_slots
+        * sampler.max_len
+        * spec.num_layers
+        * spec.num_kv_heads
+        * spec.head_dim,
+    }
+    if config.loop.log_reference:
+        found["reference: masters, codes and operands"] = (6 + operand) * num_weights
+    return found | {"total": sum(found.values())}
+
+
+def published_bytes(spec: ModelSpec, plan: Plan, role: str) -> int:
+    """Bytes of codes, scales and BF16 tensors of one version."""
+    total = 0.0
+    for name, shape in tensor_shapes(spec).items():
+        quantizer = getattr(plan[name], role)
+        bits = 16.0 if quantizer is None else QUANTIZERS[quantizer].bits_per_element
+        total += math.prod(shape) * bits / 8
+    return math.ceil(total)

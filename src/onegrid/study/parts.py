@@ -1,0 +1,94 @@
+"""From a configuration to the parts of one run: model, plan, task, learner and sampler."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onegrid.config import RunConfig
+from onegrid.errors import ConfigError
+from onegrid.learner.learner import Learner
+from onegrid.model.live import LiveWeights
+from onegrid.model.spec import ModelSpec
+from onegrid.model.weights import load_weights, read_index
+from onegrid.recipe import Plan, preset, recipe_from_dict, resolve
+from onegrid.rl.problems import make_task
+from onegrid.rl.tasks import Task, Tokenizer
+from onegrid.rl.tokenizer import load_tokenizer, stop_tokens
+from onegrid.sampler.base import Sampler
+from onegrid.sampler.engine import Engine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Design:
+    """What a run is, known before any weight is read."""
+
+    config: RunConfig
+    """Resolved: device, stop tokens and the folder of the model are filled in."""
+    hf_config: dict[str, Any]
+    spec: ModelSpec
+    plan: Plan
+    reference_plan: Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What `rl.loop.train` works with."""
+
+    task: Task
+    tokenizer: Tokenizer
+    learner: Learner
+    sampler: Sampler
+    reference: Learner | None
+
+
+def design(config: RunConfig, base: Path) -> Design:
+    """Read the model's shapes and resolve recipe and configuration.
+
+    base  where relative names in the configuration start
+    Raises ConfigError, SpecError, WeightsError or RecipeError.
+    """
+    folder = (base / config.model.checkpoint).resolve()
+    if not (folder / "config.json").exists():
+        raise ConfigError(f"model.checkpoint is {config.model.checkpoint!r}, but {folder} has no config.json")
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    sampling = config.sampling
+    if not sampling.stop_token_ids:
+        sampling = replace(sampling, stop_token_ids=stop_tokens(folder))
+    hf_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    index = read_index(folder)
+    plan = resolve(recipe_from_dict(config.recipe), hf_config, index)
+    bf16 = resolve(preset("bf16"), hf_config, index)
+    return Design(
+        config=replace(config, model=replace(config.model, checkpoint=str(folder)), device=device, sampling=sampling),
+        hf_config=hf_config,
+        spec=ModelSpec.from_hf_config(hf_config),
+        plan=plan,
+        reference_plan=plan if plan.reference == "plan" else bf16,
+    )
+
+
+def build(design: Design) -> Parts:
+    """Load the weights and make both sides. Raises WeightsError or NonFiniteError for weights that do not fit."""
+    config, spec = design.config, design.spec
+    folder = Path(config.model.checkpoint)
+    weights = load_weights(folder, spec)
+    tokenizer = load_tokenizer(folder)
+
+    def learner(plan: Plan) -> Learner:
+        return Learner(spec, plan, weights, config.learner, loss=config.loss, device=config.device)
+
+    live = LiveWeights(spec, design.plan, side="sampler", device=config.device)
+    return Parts(
+        task=make_task(config.task, tokenizer, num_prompts=config.loop.prompts_per_step, seed=config.seed),
+        tokenizer=tokenizer,
+        learner=learner(design.plan),
+        sampler=Engine(live, config.sampler, decode_text=tokenizer.decode),
+        reference=learner(design.reference_plan) if config.loop.log_reference else None,
+    )
