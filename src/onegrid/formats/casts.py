@@ -66,9 +66,9 @@ def round_magnitude_(magnitude: Tensor, fmt: Format) -> Tensor:
     magnitude  FP32 >= 0 of any shape. Inf gives the maximum; NaN stays NaN, also where the format has none.
     Source: `cvt.rn.satfinite` of the PTX manual.
     """
-    # Adding a 2^(23 - mantissa_bits) for a value a leaves exactly the element's mantissa bits, and the FP32 adder rounds
-    # them: a halfway value has few bits, so the anchor is an even number of steps and "even" means the same for the sum.
-    # Products by powers of two are exact, so contraction cannot change them; the clamp keeps a product before it apart.
+    # Adding a 2^(23 - mantissa_bits) to a value a leaves exactly the element's mantissa bits, and the FP32 adder
+    # rounds them. A halfway value has few bits, so there the anchor is an even number of steps and "even" means the
+    # same for the sum. The product is exact, so contraction cannot change it; the clamp keeps an earlier one apart.
     magnitude = magnitude.clamp_(max=fmt.max)
     smallest_anchor = 2.0 ** (fmt.min_exponent + 23 - fmt.mantissa_bits)
     anchor = (magnitude * 2.0 ** (23 - fmt.mantissa_bits)).clamp_(min=smallest_anchor)
@@ -81,24 +81,20 @@ def round_elements(y: Tensor, fmt: Format) -> Tensor:
     Above the maximum and Inf saturate; NaN stays NaN in E4M3 and E5M2 and becomes +max in E2M1; the sign of zero and
     of values that underflow is kept.
     """
-    if fmt.nan_code is None:
-        y = y.nan_to_num(nan=fmt.max, posinf=torch.inf, neginf=-torch.inf)
+    nan = fmt.max if fmt.nan_code is None else torch.nan  # one NaN, without the sign
+    y = y.nan_to_num(nan=nan, posinf=torch.inf, neginf=-torch.inf)
     return round_magnitude_(y.abs(), fmt).copysign_(y)
 
 
 def encode_exact(values: Tensor, fmt: Format) -> Tensor:
-    """uint8 codes (4-bit codes unpacked) of FP32 values that lie on the grid of `fmt` already; NaN gives the NaN code."""
+    """uint8 codes (4-bit codes unpacked) of FP32 values that lie on the grid of `fmt`; NaN (sign clear) its code."""
     bits = values.view(torch.int32)
-    magnitude = bits & 0x7FFFFFFF
-    smallest_normal = 2.0**fmt.min_exponent
-    shift = 23 - fmt.mantissa_bits
-    normal = (magnitude - ((fmt.min_exponent + 126) << 23)) >> shift
-    below = ((values.abs() + smallest_normal).view(torch.int32) - ((fmt.min_exponent + 127) << 23)) >> shift
-    codes = torch.where(magnitude < ((fmt.min_exponent + 127) << 23), below, normal)
-    codes = codes | ((bits >> 31) & fmt.sign_bit)
-    if fmt.nan_code is not None:
-        codes = torch.where(magnitude > 0x7F800000, fmt.nan_code, codes)
-    return codes.to(torch.uint8)
+    shift, smallest_normal = 23 - fmt.mantissa_bits, (fmt.min_exponent + 127) << 23
+    normal = ((bits & 0x7FFFFFFF) - (smallest_normal - (1 << 23))) >> shift
+    # Below the smallest normal value N the code is the mantissa of |v| + N. Each of the two is the larger in its range.
+    below = ((values.abs() + 2.0**fmt.min_exponent).view(torch.int32) - smallest_normal) >> shift
+    codes = torch.maximum(normal, below).clamp_(max=fmt.nan_code or fmt.sign_bit - 1)
+    return (codes | ((bits >> (32 - fmt.bits)) & fmt.sign_bit)).to(torch.uint8)
 
 
 def encode_elements(y: Tensor, fmt: Format) -> Tensor:
@@ -153,3 +149,10 @@ def divide(numerator: Tensor | float, denominator: Tensor) -> Tensor:
     wide = denominator.double()
     top = numerator.double() if isinstance(numerator, Tensor) else torch.full_like(wide, numerator)
     return torch.div(top, wide).float()
+
+
+def round_bf16(values: Tensor) -> Tensor:
+    """FP32 values rounded to BF16 precision, ties to even, by their bits: compilers drop a cast there and back."""
+    bits = values.view(torch.int32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    return torch.where(values.isfinite(), rounded, bits).view(torch.float32)

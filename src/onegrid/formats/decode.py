@@ -33,7 +33,7 @@ def decode(q: QuantTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     One FP32 product, then one rounding to `dtype`. In BF16 the values of MXFP8 with scale bytes 3..246, of MXFP4 up to
     252 and all of NVFP4 are exact. A scale byte of 255 decodes to NaN.
     """
-    return (elements(q) * _full(scale_values(q), q)).to(dtype)
+    return _one_nan(elements(q) * _full(scale_values(q), q)).to(dtype)
 
 
 def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -48,7 +48,12 @@ def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     if q.quantizer.span == "row":
         amax = q.amax.unsqueeze(q.axis)
     constant = divide(1.0, torch.full_like(amax, 6.0 * q.quantizer.scale_max))
-    return (elements(q) * _full((scale_values(q) * amax) * constant, q)).to(dtype)
+    return _one_nan(elements(q) * _full((scale_values(q) * amax) * constant, q)).to(dtype)
+
+
+def _one_nan(values: Tensor) -> Tensor:
+    """NaN without sign and payload, which depend on the device when a NaN comes out of a product."""
+    return values.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=-torch.inf)
 
 
 def _full(grid: Tensor, q: QuantTensor) -> Tensor:

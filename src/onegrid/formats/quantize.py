@@ -17,10 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onegrid.errors import FormatError
+from onegrid.formats import foreign, scales
 from onegrid.formats.casts import FLT_MAX, divide, encode_exact, round_magnitude_
+from onegrid.formats.four_over_six import four_over_six
 from onegrid.formats.layouts import pack
-from onegrid.formats.scales import RULES, Scaling, global_encode
+from onegrid.formats.rounding import round_stochastic, round_ties
+from onegrid.formats.scales import Scaling, global_encode
 from onegrid.formats.table import Quantizer
+
+RULES = scales.RULES | foreign.RULES
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +100,7 @@ def quantize(
     """
     state = _scaled(x, quantizer, axis, amax)
     stats = _stats(state, quantizer)
-    values = _unblock(_signed(_rounded(state, quantizer, random_bits), state), state.shape)
+    values = _unblock(_signed(_rounded(state, quantizer, axis, random_bits), state, quantizer), state.shape)
     codes = encode_exact(values, quantizer.fmt)
     if quantizer.fmt.bits == 4:
         codes = pack(codes if axis == -1 else codes.transpose(-1, -2))
@@ -123,7 +128,9 @@ def quantize_decode(
     """
     state = _scaled(x, quantizer, axis, amax)
     counted = _stats(state, quantizer) if stats else None
-    values = _signed(_rounded(state, quantizer, random_bits).mul_(_spread(state.scaling.decode)), state)
+    values = _signed(
+        _rounded(state, quantizer, axis, random_bits).mul_(_spread(state.scaling.decode)), state, quantizer
+    )
     return Decoded(
         _unblock(values, state.shape),
         state.amax if quantizer.has_amax else None,
@@ -156,20 +163,25 @@ def _scaled(x: Tensor, quantizer: Quantizer, axis: int, amax: Tensor | None) -> 
     raw_amax_G = _block_amax(magnitude)
     may_have_nan = _worth_a_pass(raw_amax_G.isnan())
     amax_G = raw_amax_G
-    if may_have_nan and quantizer.nan == "element":
+    if may_have_nan and quantizer.nan != "block":
         amax_G = _block_amax(magnitude.nan_to_num(nan=0.0, posinf=torch.inf))
     global_amax, global_amax_G = _global_amax(amax_G, quantizer, axis, amax)
     block_amax_G = amax_G
     if amax is not None and not quantizer.has_amax:
         assert global_amax_G is not None
         block_amax_G = global_amax_G
-    scaling = RULES[quantizer.rule](block_amax_G, global_amax_G, quantizer, x.dtype)
+    if quantizer.four_over_six:
+        assert global_amax_G is not None
+        scaling = four_over_six(inputs, amax_G, global_amax_G, quantizer)
+    else:
+        scaling = RULES[quantizer.rule](block_amax_G, global_amax_G, quantizer, x.dtype)
     encode = _spread(scaling.encode)
     magnitude = divide(magnitude, encode) if scaling.divides else magnitude.mul_(encode)
     signs = inputs
-    if may_have_nan and quantizer.fmt.nan_code is None:
-        signs = torch.where(inputs.isnan(), 0.0, inputs)
-        magnitude = magnitude.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    if quantizer.fmt.nan_code is None or quantizer.nan == "max":
+        if may_have_nan or quantizer.nan == "max":  # such rules can make a NaN themselves, from Inf times 0
+            signs = torch.where(magnitude.isnan(), 0.0, inputs)
+            magnitude = magnitude.nan_to_num_(nan=torch.inf, posinf=torch.inf)
     if quantizer.zero_sign == "positive":
         signs = torch.where(magnitude == 0, 0.0, signs)
     return _State(signs, magnitude, inputs, raw_amax_G, scaling, global_amax, may_have_nan, tuple(x.shape))
@@ -255,13 +267,23 @@ def _stored(state: _State, quantizer: Quantizer) -> Tensor:
     return scales[..., 0, 0] if quantizer.block == (None, None) else scales
 
 
-def _rounded(state: _State, quantizer: Quantizer, random_bits: Tensor | None) -> Tensor:
+def _rounded(state: _State, quantizer: Quantizer, axis: int, random_bits: Tensor | None) -> Tensor:
     if random_bits is not None:
-        raise FormatError("stochastic rounding is not written yet")
+        if quantizer.fmt.bits != 4 or tuple(random_bits.shape) != state.shape:
+            raise FormatError(
+                f"{quantizer}: random bits of shape {tuple(random_bits.shape)} for input {state.shape}; "
+                "stochastic rounding is defined for E2M1 and takes one byte per element"
+            )
+        return round_stochastic(state.magnitude, _blocked(random_bits.float(), quantizer, axis))
+    if quantizer.ties != "even":
+        return round_ties(state.magnitude, quantizer.ties)
     return round_magnitude_(state.magnitude, quantizer.fmt)
 
 
-def _signed(magnitude: Tensor, state: _State) -> Tensor:
+def _signed(magnitude: Tensor, state: _State, quantizer: Quantizer) -> Tensor:
+    """The state's signs on rounded (and perhaps decoded) magnitudes."""
+    if quantizer.zero_sign == "never":
+        return torch.where(magnitude == 0, 0.0, magnitude.copysign(state.signs))
     if state.may_have_nan:  # one NaN for all, so that bytes do not depend on the device
         magnitude = magnitude.nan_to_num_(nan=torch.nan, posinf=torch.inf)
         return torch.where(magnitude.isnan(), magnitude, magnitude.copysign(state.signs))

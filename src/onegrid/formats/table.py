@@ -23,10 +23,13 @@ class Quantizer:
     """Name of the function in `scales.RULES` that makes the scale."""
     span: Literal["none", "tensor", "row"] = "none"
     """What the global amax covers, where the format has one."""
-    zero_sign: Literal["keep", "positive"] = "keep"
-    """"positive": a scaled value of exactly -0 becomes +0. A negative underflow keeps its sign either way."""
-    nan: Literal["element", "block"] = "element"
-    """"element": a NaN gets the NaN code and the scale comes from the rest. "block": it spoils its whole block."""
+    zero_sign: Literal["keep", "positive", "never"] = "keep"
+    """"positive": a scaled value of exactly -0 becomes +0, and a negative underflow keeps its sign. "never": no -0."""
+    nan: Literal["element", "block", "max"] = "element"
+    """"element": a NaN gets the NaN code and the scale comes from the rest; "max": it gets the largest value instead.
+    "block": it spoils its whole block."""
+    ties: Literal["even", "away", "zero"] = "even"
+    """Which neighbour a value halfway between two gets; other than "even" for E2M1 only."""
     pow2: bool = False
     """FP32 scales are rounded to powers of two."""
     scale_max: float = 448.0
@@ -72,29 +75,97 @@ class Quantizer:
         return self.name
 
 
-def _rows() -> list[Quantizer]:
-    rows = []
-
-    def add(name: str, fmt: Format, block: tuple, scale: str, rule: str, **options) -> None:
-        rows.append(Quantizer(name=name, fmt=fmt, block=block, scale=scale, rule=rule, **options))  # type: ignore[arg-type]
-
-    add("mxfp8", E4M3, (1, 32), "e8m0", "mx")
-    add("mxfp8_e5m2", E5M2, (1, 32), "e8m0", "mx")
-    add("mxfp8_2d", E4M3, (32, 32), "e8m0", "mx")
-    add("mxfp4", E2M1, (1, 32), "e8m0", "mx", source="NVIDIA round-up rule (FlashInfer mxfp4.quant)")
-    add("nvfp4", E2M1, (1, 16), "e4m3", "nvfp4", span="tensor")
-    add("nvfp4_row", E2M1, (1, 16), "e4m3", "nvfp4", span="row")
-    add("nvfp4_2d", E2M1, (16, 16), "e4m3", "nvfp4", span="tensor")
-    add("fp8_tensor", E4M3, (None, None), "fp32", "fp8", span="tensor")
-    add("fp8_tensor_pow2", E4M3, (None, None), "fp32", "fp8", span="tensor", pow2=True)
-    add("fp8_tensor_e5m2", E5M2, (None, None), "fp32", "fp8", span="tensor")
-    add("fp8_row", E4M3, (1, None), "fp32", "fp8", span="row")
-    add("fp8_row_pow2", E4M3, (1, None), "fp32", "fp8", span="row", pow2=True)
-    add("fp8_1x128", E4M3, (1, 128), "fp32", "fp8_block", pow2=True)
-    add("fp8_128x128", E4M3, (128, 128), "fp32", "fp8_block", pow2=True)
-    add("fp8_1x128_fp32", E4M3, (1, 128), "fp32", "fp8_block")
-    add("fp8_128x128_fp32", E4M3, (128, 128), "fp32", "fp8_block")
-    return rows
+def _row(name: str, fmt: Format, block: tuple, scale: str, rule: str, **options) -> tuple[str, Quantizer]:
+    return name, Quantizer(name=name, fmt=fmt, block=block, scale=scale, rule=rule, **options)  # type: ignore[arg-type]
 
 
-QUANTIZERS: dict[str, Quantizer] = {row.name: row for row in _rows()}
+def _engine_rows() -> dict[str, Quantizer]:
+    """Rules of other engines, for reproducing a mismatch with them. `foreign.py` has the functions."""
+    mxfp8, mxfp4 = (E4M3, (1, 32), "e8m0"), (E2M1, (1, 32), "e8m0")
+    nvfp4, tile = (E2M1, (1, 16), "e4m3"), (E4M3, (128, 128), "fp32")
+    torchao, vllm, flashinfer = "torchao 0.18", "vLLM 0.33", "FlashInfer 0.7.4"
+    tensors = "compressed-tensors 0.20"
+    return dict(
+        (
+            _row("mxfp8_floor", *mxfp8, "mx_floor", nan="block", source=f"{torchao} FLOOR; OCP MX v1.0"),
+            _row("mxfp8_ceil", *mxfp8, "mx_ceil", nan="block", source=f"{torchao} CEIL"),
+            _row("mxfp8_even", *mxfp8, "mx_even", nan="block", source=f"{torchao} EVEN"),
+            _row("mxfp8_rceil", *mxfp8, "mx_rceil", nan="block", source=f"{torchao} RCEIL"),
+            _row("mxfp8_vllm", *mxfp8, "mx_divided", nan="block", source=f"{vllm} without FlashInfer"),
+            _row("mxfp8_modelopt", *mxfp8, "mx_divided", nan="block", source="modelopt 0.47"),
+            _row("mxfp8_sglang", *mxfp8, "mx_bits", nan="block", source="SGLang 0.5.23 weights"),
+            _row("mxfp8_flashinfer", *mxfp8, "mx_flashinfer", nan="max", source=f"{flashinfer} default kernels"),
+            _row("mxfp8_deepgemm", *mxfp8, "mx_deepgemm", source="DeepGEMM per_token_cast"),
+            _row("mxfp8_compressed_tensors", *mxfp8, "mx_even_fp4", nan="block", source=tensors),
+            _row("mxfp4_floor", *mxfp4, "mx_floor", nan="block", source=f"{torchao} FLOOR; OCP MX v1.0"),
+            _row("mxfp4_rceil", *mxfp4, "mx_rceil", nan="block", source=f"{torchao} RCEIL"),
+            _row("mxfp4_flashinfer", *mxfp4, "mx_flashinfer", nan="max", source=f"{flashinfer} default kernel"),
+            _row("mxfp4_modelopt", *mxfp4, "mx_divided", ties="zero", source="modelopt 0.47, +0 kept as code 0"),
+            _row("mxfp4_triton", *mxfp4, "mx_bits", ties="away", source="triton_kernels (SGLang, vLLM gpt-oss)"),
+            _row("mxfp4_compressed_tensors", *mxfp4, "mx_even_fp4", nan="block", source=tensors),
+            _row("mxfp4_deepgemm", *mxfp4, "mx_deepgemm", ties="zero", zero_sign="never", source="DeepGEMM"),
+            _row("nvfp4_flashinfer", *nvfp4, "nvfp4_fast", span="tensor", source=f"{flashinfer} default (fast)"),
+            _row("nvfp4_flashinfer_exact", *nvfp4, "nvfp4_exact", span="tensor", source=f"{flashinfer}, fast math off"),
+            _row(
+                "nvfp4_flashinfer_row", *nvfp4, "nvfp4_exact_row", span="row", source=f"{flashinfer} per token, exact"
+            ),
+            _row("nvfp4_vllm", *nvfp4, "nvfp4_fast", span="tensor", source=f"{vllm} scaled_fp4_quant"),
+            _row(
+                "nvfp4_vllm_ref",
+                *nvfp4,
+                "nvfp4_ref",
+                span="tensor",
+                zero_sign="positive",
+                source=f"{vllm} ref_nvfp4_quant",
+            ),
+            _row(
+                "nvfp4_modelopt", *nvfp4, "nvfp4_modelopt", span="tensor", zero_sign="positive", source="modelopt 0.47"
+            ),
+            _row("nvfp4_torchao", *nvfp4, "nvfp4_torchao", span="tensor", source=torchao),
+            _row("nvfp4_compressed_tensors", *nvfp4, "nvfp4_compressed_tensors", span="tensor", source=tensors),
+            _row("fp8_1x128_deepgemm", E4M3, (1, 128), "fp32", "fp8_deepgemm", pow2=True, source="DeepGEMM, vLLM"),
+            _row(
+                "fp8_128x128_deepgemm", *tile, "fp8_deepgemm", pow2=True, source="DeepGEMM, vLLM per_block_cast_to_fp8"
+            ),
+            _row("fp8_128x128_fp32_deepgemm", *tile, "fp8_deepgemm", source="DeepGEMM, vLLM per_block_cast_to_fp8"),
+            _row("fp8_128x128_fp32_nemo_rl", *tile, "fp8_nemo_rl", source="NeMo-RL cast_tensor_to_fp8_blockwise"),
+            _row(
+                "fp8_tensor_divided",
+                E4M3,
+                (None, None),
+                "fp32",
+                "fp8_divided",
+                span="tensor",
+                source="amax / 448 first",
+            ),
+            _row("fp8_row_divided", E4M3, (1, None), "fp32", "fp8_divided", span="row", source="amax / 448 first"),
+        )
+    )
+
+
+QUANTIZERS: dict[str, Quantizer] = dict(
+    (
+        _row("mxfp8", E4M3, (1, 32), "e8m0", "mx"),
+        _row("mxfp8_e5m2", E5M2, (1, 32), "e8m0", "mx"),
+        _row("mxfp8_2d", E4M3, (32, 32), "e8m0", "mx"),
+        _row("mxfp4", E2M1, (1, 32), "e8m0", "mx", source="NVIDIA round-up rule (FlashInfer mxfp4.quant)"),
+        _row("nvfp4", E2M1, (1, 16), "e4m3", "nvfp4", span="tensor"),
+        _row("nvfp4_row", E2M1, (1, 16), "e4m3", "nvfp4", span="row"),
+        _row("nvfp4_2d", E2M1, (16, 16), "e4m3", "nvfp4", span="tensor"),
+        _row("nvfp4_4over6", E2M1, (1, 16), "e4m3", "nvfp4", span="tensor", scale_max=256.0, four_over_six="mae"),
+        _row("nvfp4_row_4over6", E2M1, (1, 16), "e4m3", "nvfp4", span="row", scale_max=256.0, four_over_six="mae"),
+        _row("nvfp4_2d_4over6", E2M1, (16, 16), "e4m3", "nvfp4", span="tensor", scale_max=256.0, four_over_six="mae"),
+        _row("nvfp4_4over6_448_mse", E2M1, (1, 16), "e4m3", "nvfp4", span="tensor", four_over_six="mse"),
+        _row("fp8_tensor", E4M3, (None, None), "fp32", "fp8", span="tensor"),
+        _row("fp8_tensor_pow2", E4M3, (None, None), "fp32", "fp8", span="tensor", pow2=True),
+        _row("fp8_tensor_e5m2", E5M2, (None, None), "fp32", "fp8", span="tensor"),
+        _row("fp8_row", E4M3, (1, None), "fp32", "fp8", span="row"),
+        _row("fp8_row_pow2", E4M3, (1, None), "fp32", "fp8", span="row", pow2=True),
+        _row("fp8_1x128", E4M3, (1, 128), "fp32", "fp8_block", pow2=True),
+        _row("fp8_128x128", E4M3, (128, 128), "fp32", "fp8_block", pow2=True),
+        _row("fp8_1x128_fp32", E4M3, (1, 128), "fp32", "fp8_block"),
+        _row("fp8_128x128_fp32", E4M3, (128, 128), "fp32", "fp8_block"),
+        *_engine_rows().items(),
+    )
+)
+"""Every quantizer by name. The first twenty are the project's own rules; the rest are those of other engines."""
