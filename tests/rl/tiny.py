@@ -51,7 +51,7 @@ max_len = 16
 [learner]
 lr = 1e-2
 [loop]
-num_steps = 4
+num_steps = 3
 prompts_per_step = 4
 samples_per_prompt = 4
 [eval]

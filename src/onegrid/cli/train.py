@@ -40,7 +40,7 @@ def run(
     state = checkpoint.load(last, plan.config.device) if last else None
     config = plan.config
     parts = build(plan)
-    record = Record(folder, config=config.record, resume_step=(state["step"] if state else 0) if resume else None)
+    record = Record(folder, config=config.record, resume_step=(state["step"] if state else -1) if resume else None)
     record.text("config.toml", to_toml(config))
     record.text("plan.json", plan.plan.to_json())
     record.text("versions.json", json.dumps(versions(), indent=1, sort_keys=True) + "\n")

@@ -100,9 +100,7 @@ def train(
         clock = Clock()
         with incidents(record, learner, step):
             with clock("rollout"):
-                drawn = draw_groups(
-                    lambda k, step=step: draw(step, k), num_groups=config.prompts_per_step, config=dynamic
-                )
+                drawn = draw_groups(partial(draw, step), num_groups=config.prompts_per_step, config=dynamic)
             batch = pack(
                 drawn.groups,
                 advantages_of(drawn.groups, config.advantage),

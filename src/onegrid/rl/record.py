@@ -63,7 +63,7 @@ class Record:
 
     folder  made if it does not exist; one that already holds metrics is refused unless `resume_step` is given
     resume_step  the step of the checkpoint that the run goes on from: later lines and rollouts are cut off, and so is a
-        last line that a kill has torn. 0 begins anew.
+        last line that a kill has torn. -1 begins anew.
     Raises CheckpointError for a folder that is in use by another run or cannot be written.
     """
 

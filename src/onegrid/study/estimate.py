@@ -30,9 +30,7 @@ def memory_estimate(design: Design) -> dict[str, int]:
         "learner: AdamW": 8 * num_weights,
         "learner: codes and scales": published_bytes(spec, design.plan, "weight"),
         "learner: operands of matmuls": operand * num_weights,
-        "learner: activations (rough)": 4
-        * rows
-        * (kept_layers * (10 * spec.hidden_size + 5 * width) + spec.vocab_size),
+        "learner: activations (rough)": 4 * rows * row,
         "sampler: codes and scales": published_bytes(spec, design.plan, "sampler_weight"),
         "sampler: staged update": published_bytes(spec, design.plan, "sampler_weight"),
         "sampler: operands of matmuls": operand * num_weights,

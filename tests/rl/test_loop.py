@@ -1,0 +1,168 @@
+"""A whole run on a tiny model: exact, recorded, and the same after any kill."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from onegrid.cli.train import run, summary
+from onegrid.config import load_config
+from onegrid.errors import CheckpointError, MismatchError, SyncError, TaskError
+from onegrid.rl import checkpoint, loop
+from onegrid.rl.record import read_metrics
+from tests.rl.tiny import lines_without_clocks, write_tiny_run
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing in the run may catch it."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """(configuration, run directory) of an uninterrupted run of three steps."""
+    folder = tmp_path_factory.mktemp("whole")
+    path = write_tiny_run(folder)
+    train(path, folder / "run")
+    return path, folder / "run"
+
+
+def train(path, run_dir, *overrides, resume=False, steps=None):
+    """`onegrid train` as a function."""
+    run(path, overrides, run_dir=run_dir, num_steps=steps, resume=resume, dry_run=False)
+
+
+def test_every_step_is_exact_and_proved(whole):
+    steps = read_metrics(whole[1])[1:]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    for line in steps:
+        assert line["mismatch/max_abs"] == 0.0 and line["mismatch/share_equal"] == 1.0
+        assert {line[f"guard/{check}"] for check in ("mismatch", "version", "digest")} == {1}
+    assert any(line["sync/codes_changed_share"] > 0 for line in steps)
+    assert (whole[1] / "incidents.jsonl").read_text() == ""
+
+
+def test_a_run_directory_holds_what_it_takes_to_repeat_the_run(whole, tmp_path):
+    run_dir = whole[1]
+    assert {"config.toml", "plan.json", "versions.json", "metrics.jsonl"} <= {p.name for p in run_dir.iterdir()}
+    assert checkpoint.steps(run_dir) == [1, 2, 3]
+    assert len(list((run_dir / "rollouts").iterdir())) == 3
+    assert load_config(run_dir / "config.toml").seed == 3
+    train(run_dir / "config.toml", tmp_path / "again")
+    assert lines_without_clocks(tmp_path / "again") == lines_without_clocks(run_dir)
+
+
+@pytest.mark.parametrize("cut", range(4))
+def test_case_P1_a_run_resumed_at_any_step_ends_in_the_bytes_of_an_uninterrupted_one(whole, tmp_path, monkeypatch, cut):
+    path, run_dir = whole
+    killed_at(monkeypatch, cut)
+    with pytest.raises(Killed):
+        train(path, tmp_path)
+    monkeypatch.undo()
+    train(path, tmp_path, resume=True)
+    assert lines_without_clocks(tmp_path) == lines_without_clocks(run_dir)
+    assert rollouts(tmp_path) == rollouts(run_dir)
+
+
+def test_case_P1_a_run_resumed_twice_is_still_the_same(whole, tmp_path, monkeypatch):
+    path, run_dir = whole
+    for cut, resume in ((1, False), (2, True)):
+        killed_at(monkeypatch, cut)
+        with pytest.raises(Killed):
+            train(path, tmp_path, resume=resume)
+        monkeypatch.undo()
+    train(path, tmp_path, resume=True)
+    assert lines_without_clocks(tmp_path) == lines_without_clocks(run_dir)
+
+
+def test_case_P1_a_record_with_fewer_steps_than_planned_is_an_error(whole, tmp_path):
+    path, run_dir = whole
+    shutil.copytree(run_dir, tmp_path / "run")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines[:2] + lines[3:]))
+    with pytest.raises(CheckpointError, match="3 lines for 3 steps and the start"):
+        train(path, tmp_path / "run", resume=True)
+
+
+def test_a_longer_run_goes_on_from_a_finished_one(whole, tmp_path):
+    path, run_dir = whole
+    shutil.copytree(run_dir, tmp_path / "run")
+    train(path, tmp_path / "run", resume=True, steps=4)
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
+    assert lines_without_clocks(tmp_path / "run")[:4] == lines_without_clocks(run_dir)
+
+
+def test_a_resume_with_another_configuration_is_refused_by_name(whole, tmp_path):
+    path, run_dir = whole
+    with pytest.raises(CheckpointError, match=r"learner\.lr"):
+        train(path, run_dir, "learner.lr=0.5", resume=True)
+
+
+def test_a_lost_bit_stops_the_run_before_the_update_and_leaves_an_incident(tmp_path, monkeypatch):
+    path = write_tiny_run(tmp_path)
+    pushed = loop.push
+
+    def push_and_corrupt(snapshot, sampler):
+        report = pushed(snapshot, sampler)
+        key = next(k for k in sampler.weights.operands if k.endswith("q_proj.weight"))
+        sampler.weights.operands[key].values[0, 0] *= 1.5
+        return report
+
+    monkeypatch.setattr(loop, "push", push_and_corrupt)
+    with pytest.raises(MismatchError, match="where the plan promises equal bits"):
+        train(path, tmp_path / "run")
+    (incident,) = [json.loads(line) for line in (tmp_path / "run" / "incidents.jsonl").read_text().splitlines()]
+    assert (incident["check"], incident["step"], incident["version"]) == ("mismatch", 1, 0)
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [0]
+
+
+def test_an_update_that_is_lost_while_it_reports_success_stops_the_run(tmp_path, monkeypatch):
+    path = write_tiny_run(tmp_path)
+    pushed, reports = loop.push, []
+
+    def push_once(snapshot, sampler):
+        reports.append(reports[0] if reports else pushed(snapshot, sampler))
+        return reports[0]
+
+    monkeypatch.setattr(loop, "push", push_once)
+    with pytest.raises(SyncError, match=r"the learner has version 1, but tokens came from \[0\]") as caught:
+        train(path, tmp_path / "run")
+    assert caught.value.condition == "C7"
+    (incident,) = [json.loads(line) for line in (tmp_path / "run" / "incidents.jsonl").read_text().splitlines()]
+    assert (incident["check"], incident["condition"], incident["step"]) == ("sync", "C7", 2)
+
+
+def test_rewards_that_never_differ_end_the_run_with_a_message(tmp_path):
+    path = write_tiny_run(tmp_path)
+    with pytest.raises(TaskError, match=r"for 2 steps no group had rewards that differ"):
+        train(path, tmp_path / "run", "task.digits=3", "loop.max_constant_steps=2")
+
+
+def test_the_table_at_the_end_says_what_the_record_says(whole):
+    from rich.console import Console
+
+    console = Console(width=100, record=True)
+    console.print(summary(whole[1]))
+    text = console.export_text()
+    for expected in ("held-out accuracy before", "0 nats", "9 passed, 0 failed", str(whole[1])[:20]):
+        assert expected in text
+
+
+def killed_at(monkeypatch, step: int) -> None:
+    """The process dies while it writes the line of a step (0: the evaluation before the first)."""
+    write = loop.Record.metrics
+
+    def metrics(self, at, values):
+        if at == step:
+            raise Killed
+        write(self, at, values)
+
+    monkeypatch.setattr(loop.Record, "metrics", metrics)
+
+
+def rollouts(run_dir) -> dict[str, object]:
+    """All rollouts, by file."""
+    import pyarrow.parquet as pq
+
+    return {p.name: pq.read_table(p).to_pylist() for p in sorted((run_dir / "rollouts").iterdir())}
