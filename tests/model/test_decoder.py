@@ -57,9 +57,7 @@ def live_weights(spec: ModelSpec, tensors: dict[str, torch.Tensor], preset: str)
 
 def whole_sequence(spec: ModelSpec, live: LiveWeights, tokens_T: torch.Tensor) -> torch.Tensor:
     length = len(tokens_T)
-    rows = Rows(
-        tokens_N=tokens_T, positions_N=torch.arange(length), mask_N=torch.ones(length, dtype=torch.bool)
-    )
+    rows = Rows(tokens_N=tokens_T, positions_N=torch.arange(length), mask_N=torch.ones(length, dtype=torch.bool))
     start = torch.zeros(1, dtype=torch.int64)
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The grid of a quantized key/value cache, applied by the decoder on both sides so that they attend to the same numbers."""
+"""The grid of a quantized key/value cache, applied by the decoder on both sides: they attend to the same numbers."""
 
 from __future__ import annotations
 

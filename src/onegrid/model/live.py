@@ -1,4 +1,4 @@
-"""Weights of one version as a side holds them: canonical codes and scales, and what its matmuls read, derived from them.
+"""Weights of one version as a side holds them: canonical codes and scales, and what matmuls read, derived from them.
 
 Storage is allocated once and written in place, so that addresses survive every update. The derived operands are never
 written by anything but `derive`, and `verify` proves, byte for byte, that they still follow from the canonical bytes.
@@ -62,7 +62,7 @@ class LiveWeights:
         )
 
     def parts(self, name: str) -> dict[str, Tensor]:
-        """The canonical storage of one tensor by part ("codes", "scales", "amax" or "values"), as views to write into."""
+        """The canonical storage of one tensor by part ("codes", "scales", "amax" or "values"), as writable views."""
         key = stack_key(name)
         if key not in self.keys:
             raise WeightsError(f"no tensor {name!r} in this model")

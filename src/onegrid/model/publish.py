@@ -1,4 +1,4 @@
-"""From BF16 weights to the codes and scales of a version, by the plan: done once per version, for learner and sampler."""
+"""From BF16 weights to the codes and scales of a version, by the plan: once per version, for learner and sampler."""
 
 from __future__ import annotations
 

@@ -7,8 +7,13 @@ chunks of CHUNK from position 0. `self_test` proves both on the device at hand.
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
+
+WORKSPACE = {"CUBLASLT_WORKSPACE_SIZE": "1", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+"""What cuBLAS must find in the environment before CUDA starts, or it splits K for some shapes at few rows."""
 
 TILE = 16
 """Rows are padded to a multiple of this before every matmul."""
@@ -20,8 +25,10 @@ CHUNK = 32
 def pin(device: torch.device | str = "cpu") -> None:
     """Sets the switches that fix the order of sums. Call once before the first matmul; cheap to repeat.
 
-    On CUDA the workspace variables of cuBLAS must be set before CUDA starts; `self_test` fails by name where they matter.
+    On CUDA the workspace variables of cuBLAS only count before CUDA starts; `self_test` names what suffers after that.
     """
+    if torch.device(device).type == "cuda" and not torch.cuda.is_initialized():
+        os.environ.update(WORKSPACE)  # another library's value would change the order of sums
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

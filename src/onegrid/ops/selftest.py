@@ -1,0 +1,167 @@
+"""Proof at start-up that on this device a row's bytes do not depend on its company, for the shapes of the model at hand.
+
+Libraries choose kernels by shape, processor and version, so the pins are a hope until this has run. It draws random
+rows, computes them in the largest and in small batches, and compares bytes, operation by operation.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from onegrid.errors import CapabilityError
+from onegrid.ops.activation import swiglu
+from onegrid.ops.attention import attention
+from onegrid.ops.linear import matmul
+from onegrid.ops.logprob import log_probs
+from onegrid.ops.norm import rms_norm
+from onegrid.ops.operand import Operand, operand
+from onegrid.ops.pins import CHUNK, TILE, WORKSPACE, pin
+
+BATCHES = (1, 2, TILE, TILE + 1, 5 * TILE, 13 * TILE)
+"""Rows at which each operation is compared with the largest batch."""
+
+NUM_STACKED = 4
+"""Experts in the proof of a batched matmul."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proof:
+    """What the self-test saw."""
+
+    device: str
+    instructions: str
+    """Instruction set (CPU) or name of the chip: bits are promised within one of these."""
+    torch: str
+    operations: int
+    seconds: float
+    failed: tuple[str, ...]
+    """Operation and shape of every difference; empty when the pins hold."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether rows are independent on this device."""
+        return not self.failed
+
+    def as_record(self) -> dict[str, object]:
+        """For the run directory."""
+        return asdict(self) | {"passed": self.passed}
+
+
+def self_test(
+    shapes: Iterable[tuple[int, int]],
+    *,
+    heads: tuple[int, int, int],
+    vocabulary: int,
+    stacked: Iterable[tuple[int, int]] = (),
+    device: torch.device | str = "cpu",
+    max_rows: int = 512,
+) -> Proof:
+    """Compares rows alone, in small and in large batches, for every (out, in) of `shapes`.
+
+    heads       query heads, key heads, width
+    vocabulary  columns of the log-softmax
+    stacked     shapes of experts, whose matmuls are batched
+    max_rows    rows of the largest batch
+    Never raises for a difference: read `Proof.failed`, or call `require`.
+    """
+    device = torch.device(device)
+    began = time.perf_counter()
+    pin(device)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+
+    failed, count = [], 0
+
+    def compare(name: str, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
+        nonlocal count
+        count += 1
+        whole = function(x)
+        for rows in (r for r in BATCHES if r <= len(x)):
+            for part in (slice(0, rows), slice(len(x) - rows, len(x))):
+                if not same_bytes(function(x[part]), whole[part]):
+                    failed.append(f"{name} at {rows} rows")
+                    return
+
+    if device.type == "cpu" and torch.tensor(2.0**-140).mul(1.0).item() == 0.0:
+        failed.append("subnormal numbers are flushed to zero")
+    for out, width in sorted(set(shapes)):
+        weight = operand(draw(out, width), None)
+        compare(f"matmul {out} x {width}", lambda x, w=weight: matmul(operand(x, None), w), draw(max_rows, width))
+    for out, width in sorted(set(stacked)):
+        weight = operand(draw(NUM_STACKED, out, width), None)
+
+        def experts(x: Tensor, weight: Operand = weight) -> Tensor:
+            rectangle = x.expand(NUM_STACKED, *x.shape).contiguous()
+            return matmul(operand(rectangle, None), weight).transpose(0, 1)
+
+        compare(f"experts' matmul {out} x {width}", experts, draw(max_rows, width))
+    widths = sorted({width for _, width in shapes})
+    for width in widths:
+        scale = draw(width)
+        compare(f"norm of {width}", lambda x, s=scale: rms_norm(x, s, 1e-6), draw(max_rows, width))
+    compare(f"swiglu of {widths[-1]}", lambda x: swiglu(x, x), draw(max_rows, widths[-1]))
+    compare(
+        f"log-softmax of {vocabulary}",
+        lambda x: log_probs(x.float(), 0.7),
+        draw(min(max_rows, max(BATCHES)), vocabulary),
+    )
+    failed += _attention_failures(draw, heads, device)
+    return Proof(
+        device=str(device),
+        instructions=_instructions(device),
+        torch=torch.__version__,
+        operations=count + 1,
+        seconds=time.perf_counter() - began,
+        failed=tuple(failed),
+    )
+
+
+def require(proof: Proof) -> None:
+    """Raises CapabilityError naming the operations whose rows depend on their company."""
+    if not proof.passed:
+        hint = ""
+        if proof.device.startswith("cuda"):
+            wrong = [
+                f"{name}={os.environ.get(name)}" for name, want in WORKSPACE.items() if os.environ.get(name) != want
+            ]
+            hint = f"; set {WORKSPACE} before CUDA starts (now {', '.join(wrong)})" if wrong else ""
+        raise CapabilityError(
+            f"on {proof.instructions} with torch {proof.torch} rows depend on their batch in: "
+            f"{', '.join(proof.failed)}; learner and sampler could differ{hint}"
+        )
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one dtype and shape hold the same bytes."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def _attention_failures(draw: Callable[..., Tensor], heads: tuple[int, int, int], device: torch.device) -> list[str]:
+    """Decode of single positions, in batches of one and three, against prefill."""
+    num_heads, num_groups, width = heads
+    length = 2 * CHUNK + 5
+    q = draw(3, length, num_heads, width)
+    k, v = draw(3, length, num_groups, width), draw(3, length, num_groups, width)
+    whole = attention(q, k, v, torch.zeros(3, dtype=torch.int64, device=device))
+    for position in (0, CHUNK - 1, CHUNK, length - 1):
+        start = torch.full((3,), position, dtype=torch.int64, device=device)
+        one = slice(position, position + 1)
+        for batch in (slice(0, 3), slice(2, 3)):
+            out = attention(q[batch, one], k[batch], v[batch], start[batch])
+            if not same_bytes(out, whole[batch, one]):
+                return [f"attention of {num_heads}/{num_groups} heads of {width}, decode at position {position}"]
+    return []
+
+
+def _instructions(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return torch.backends.cpu.get_cpu_capability()

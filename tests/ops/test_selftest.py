@@ -1,0 +1,52 @@
+"""The start-up proof passes on this device, and sees what it is there to see."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from onegrid.errors import CapabilityError
+from onegrid.ops import selftest
+
+SHAPES = {
+    "shapes": [(64, 32), (32, 64), (50, 96)],
+    "stacked": [(48, 32), (32, 48)],
+    "heads": (4, 2, 16),
+    "vocabulary": 211,
+    "max_rows": 256,
+}
+
+
+def test_pins_hold_on_this_device(device):
+    proof = selftest.self_test(**SHAPES, device=device)
+    assert proof.passed, proof.failed
+    selftest.require(proof)
+    assert proof.as_record()["passed"] is True
+
+
+@pytest.mark.parametrize("operation", ["matmul", "rms_norm", "swiglu", "log_probs", "attention"])
+def test_an_operation_that_looks_at_its_batch_is_named(operation, monkeypatch):
+    real = getattr(selftest, operation)
+
+    def spoiled(first, *rest, **named):
+        return real(first, *rest, **named) + len(first.values if operation == "matmul" else first) * 2.0**-6
+
+    monkeypatch.setattr(selftest, operation, spoiled)
+    proof = selftest.self_test(**SHAPES)
+    word = {"rms_norm": "norm", "log_probs": "log-softmax"}.get(operation, operation)
+    assert any(name.startswith(word) for name in proof.failed)
+    with pytest.raises(CapabilityError, match=word):
+        selftest.require(proof)
+
+
+def test_flushed_subnormals_are_named():
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormals")
+    try:
+        # pin() switches flushing off again; spoil it after that
+        monkey = selftest.pin
+        selftest.pin = lambda device: torch.set_flush_denormal(True)
+        assert "subnormal numbers are flushed to zero" in selftest.self_test(**SHAPES).failed
+    finally:
+        selftest.pin = monkey
+        torch.set_flush_denormal(False)
