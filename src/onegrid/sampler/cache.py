@@ -73,23 +73,26 @@ class PrefixStore:
 
 
 class Cache:
-    """Key and value slots, BF16 [slots, positions, G, D] per layer; positions are whole chunks of the attention."""
+    """Key and value slots, BF16 [slots, G, positions, D] per layer; positions are whole chunks of the attention.
+
+    Positions of one head lie together, so that a chunk is read without moving it.
+    """
 
     def __init__(self, spec: ModelSpec, *, max_slots: int, max_len: int, device: torch.device) -> None:
-        shape = (max_slots, round_up(max_len, CHUNK), spec.num_kv_heads, spec.head_dim)
+        shape = (max_slots, spec.num_kv_heads, round_up(max_len, CHUNK), spec.head_dim)
         self.keys = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(spec.num_layers)]
         self.values = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(spec.num_layers)]
 
     def load(self, slot_M: Tensor, prompt_M: Tensor, keys: list[Tensor], values: list[Tensor]) -> None:
         """Writes prompts into slots: row prompt_M[m] of each layer's [B, T, G, D] into slot slot_M[m]."""
         for slots, new in zip([*self.keys, *self.values], [*keys, *values], strict=True):
-            slots[slot_M, : new.shape[1]] = new[prompt_M]
+            slots[slot_M, :, : new.shape[1]] = new[prompt_M].transpose(1, 2)
 
     def move(self, source_N: Tensor, target_N: Tensor, length: int) -> None:
         """Copies the first `length` positions of slots `source_N` into slots `target_N`."""
         for side in (self.keys, self.values):
             for slots in side:
-                slots[target_N, :length] = slots[source_N, :length]
+                slots[target_N, :, :length] = slots[source_N, :, :length]
 
     def clear(self) -> None:
         """Zeros everywhere: a NaN left behind would reach every later completion of its slot."""
@@ -112,10 +115,10 @@ class DecodeAttend:
     def __call__(self, layer: int, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
         """Writes k and v into the cache and attends over it."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys[self.row_N, self.position_N] = k_NGD
-        values[self.row_N, self.position_N] = v_NGD
-        rows, seen = len(q_NHD), self.num_keys
-        out_N1HD = attention(q_NHD.unsqueeze(1), keys[:rows, :seen], values[:rows, :seen], self.position_N)
+        keys[self.row_N, :, self.position_N] = k_NGD
+        values[self.row_N, :, self.position_N] = v_NGD
+        k_NSGD, v_NSGD = (x[: len(q_NHD), :, : self.num_keys].transpose(1, 2) for x in (keys, values))
+        out_N1HD = attention(q_NHD.unsqueeze(1), k_NSGD, v_NSGD, self.position_N)
         return out_N1HD.squeeze(1)
 
 
