@@ -176,7 +176,7 @@ class Learner:
 
     @torch.no_grad()
     def log_probs(self, batch: Batch) -> list[Tensor]:
-        """FP32 [R] per sequence at the batch's temperature, without gradients; the bits that `forward_backward` sees."""
+        """FP32 [R] per sequence at the batch's temperature, without gradients; as `forward_backward` sees."""
         out: list[Tensor] = [torch.empty(0)] * len(batch.sequences)
         for indices in self.plan_micro_batches(batch.sequences):
             logp, _ = self.forward([batch.sequences[i] for i in indices], batch.temperature)

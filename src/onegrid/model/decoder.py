@@ -1,7 +1,7 @@
 """One decoder for learner and sampler: Llama, Qwen2, Qwen3 and their mixtures of experts.
 
 It works on rows (tokens of any sequences, in any order) and is told how to attend and what a linear is, so the side
-with gradients and the side that makes tokens run this very code. Activations are BF16, what is inside an operation FP32.
+with gradients and the side that makes tokens run this very code. Activations are BF16; inside an operation all is FP32.
 """
 
 from __future__ import annotations

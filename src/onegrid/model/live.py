@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from onegrid.errors import SyncError, WeightsError
+from onegrid.errors import CapabilityError, SyncError, WeightsError
 from onegrid.formats import QUANTIZERS, QuantTensor, digest, quantize
 from onegrid.model.canonical import Canonical, parts_of
 from onegrid.model.spec import ModelSpec, tensor_shapes
@@ -40,13 +40,25 @@ class LiveWeights:
         shapes = tensor_shapes(spec)
         for key, names in self.keys.items():
             shape = (len(names), *shapes[names[0]]) if is_stack(key) else shapes[names[0]]
-            self.held[key] = self._allocate(shape, self._quantizer(key, "weight"))
+            quantizer = self._quantizer(key, "weight")
+            self._refuse_unreadable(key, quantizer)
+            self.held[key] = self._allocate(shape, quantizer)
 
     def _quantizer(self, key: str, role: str):
         """The quantizer of a key; the plan has checked that all tensors of a stack agree."""
         planned = self.plan[self.keys[key][0]]
         name = getattr(planned, f"sampler_{role}" if self.side == "sampler" else role)
         return None if name is None else QUANTIZERS[name]
+
+    def _refuse_unreadable(self, key: str, quantizer) -> None:
+        """What the decoder reads as a plain tensor may be quantized only to values that need no factor."""
+        read_plain = not key.endswith("_proj.weight")
+        if read_plain and (self.activation[key] is not None or (quantizer and quantizer.matmul != "decoded")):
+            raise CapabilityError(
+                f"{key}: the embedded decoder reads it as a tensor, not through a linear; the plan asks for weight "
+                f"{quantizer} and activation {self.activation[key]}. Keep it in BF16, or quantize its weight only and "
+                "to a format whose values are exact in BF16 (an MX format, FP8 blocks with power-of-two scales)"
+            )
 
     def _allocate(self, shape: tuple[int, ...], quantizer) -> Canonical:
         zeros = torch.zeros(shape, dtype=torch.bfloat16, device=self.device)

@@ -20,7 +20,7 @@ def stacks(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
 
 
 def stack_key(name: str) -> str:
-    """ "model.layers.3.mlp.experts.7.up_proj.weight" -> "model.layers.3.mlp.experts.up_proj.weight"; others unchanged."""
+    """Without the expert's number: "...mlp.experts.7.up_proj.weight" -> "...mlp.experts.up_proj.weight"."""
     head, found, tail = name.partition(".mlp.experts.")
     return f"{head}.mlp.experts.{tail.partition('.')[2]}" if found else name
 

@@ -1,1 +1,1 @@
-"""What both sides call: matmuls on the grid, attention, norms and log-probabilities whose rows do not depend on the batch."""
+"""What both sides call: matmuls on the grid, attention, norms, log-probabilities. No row depends on its batch."""

@@ -15,7 +15,7 @@ from onegrid.ops.pins import pad_rows
 
 BLOCK = 128
 ALPHA0 = 1.0 / (36.0 * 448.0 * 448.0)
-"""RN to FP32 happens where it meets an FP32 tensor (bits 0x34149B93): NVFP4 sums to numbers, before the two amax values."""
+"""From sums of NVFP4 block values to numbers, before the two amax values. In FP32: 0x34149B93."""
 RECIPROCAL_2688 = 1.0 / 2688.0
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities, FP32, at the sampling temperature: one definition for the side that draws and the side that learns."""
+"""Log-probabilities, FP32, at the sampling temperature: one definition for the two sides."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def log_probs(logits_NV: Tensor, temperature: float, keep_NV: Tensor | None = No
 
 
 class TokenLogProb(torch.autograd.Function):
-    """Log-probability of chosen tokens and entropy per row, in chunks of rows; the backward pass computes logits again."""
+    """Log-probability of chosen tokens and entropy per row, in chunks; the backward pass computes logits again."""
 
     @staticmethod
     def forward(

@@ -42,7 +42,7 @@ def round_up(count: int, multiple: int) -> int:
 
 
 def pad_rows(x_MK: Tensor, multiple: int = TILE) -> Tensor:
-    """`x_MK` with zero rows appended on its second to last axis until their number is a positive multiple of `multiple`.
+    """`x_MK` with zero rows appended on its second to last axis, up to a positive multiple of `multiple`.
 
     Returns the argument itself where nothing is missing.
     """

@@ -1,4 +1,4 @@
-"""Proof at start-up that on this device a row's bytes do not depend on its company, for the shapes of the model at hand.
+"""Proof at start-up that on this device a row's bytes do not depend on its company, for the shapes of a model.
 
 Libraries choose kernels by shape, processor and version, so the pins are a hope until this has run. It draws random
 rows, computes them in the largest and in small batches, and compares bytes, operation by operation.
