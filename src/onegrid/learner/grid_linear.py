@@ -69,7 +69,7 @@ class GridLinear(torch.autograd.Function):
         return matmul(shared.rowwise, site.rowwise, bias_N=bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """dX BF16 [..., M, K], dW FP32 [..., N, K], db FP32 [N]."""
         (master,) = ctx.saved_tensors
         shared, site = ctx.shared, ctx.site

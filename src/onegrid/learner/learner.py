@@ -139,7 +139,7 @@ class Learner:
 
     def tensors(self) -> dict[str, Tensor]:
         """FP32 masters by canonical name, as views."""
-        out = {}
+        out: dict[str, Tensor] = {}
         for key, names in self.keys.items():
             master = self.masters[key].detach()
             out |= {name: master[i] if is_stack(key) else master for i, name in enumerate(names)}
@@ -235,7 +235,7 @@ class Learner:
 
         Raises NonFiniteError naming the first tensor with a NaN or Inf gradient; nothing is changed then.
         """
-        norms = {}
+        norms: dict[str, float] = {}
         for key, master in self.masters.items():
             if master.grad is None:
                 continue

@@ -26,7 +26,7 @@ class StraightThrough(torch.autograd.Function):
         return value.float().view_as(master)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         """Identity."""
         return dy, None
 
@@ -50,7 +50,7 @@ class GradWeights:
 
     def tensor(self, name: str) -> Tensor:
         """See `model.decoder.Weights`."""
-        return StraightThrough.apply(self.masters[name], self.live.tensor(name))  # type: ignore[no-any-return]
+        return StraightThrough.apply(self.masters[name], self.live.tensor(name))
 
     def linear(self, keys: tuple[str, ...], x: Tensor, dispatch: Dispatch | None = None) -> list[Tensor]:
         """See `model.decoder.Weights`. The activations are quantized once for all keys, before they go to experts."""

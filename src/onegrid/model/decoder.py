@@ -98,7 +98,7 @@ def decode_rows(
 
     for layer in range(spec.num_layers):
         if recompute and torch.is_grad_enabled():
-            x = checkpoint(block, layer, x, use_reentrant=False)  # type: ignore[assignment]
+            x = checkpoint(block, layer, x, use_reentrant=False)
         else:
             x = block(layer, x)
     if routes is not None:

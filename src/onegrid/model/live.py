@@ -70,7 +70,6 @@ class LiveWeights:
             codes=q.codes.clone(),
             scales=q.scales.clone(),
             amax=None if q.amax is None else q.amax.clone().contiguous(),
-            stats=None,
         )
 
     def parts(self, name: str) -> dict[str, Tensor]:

@@ -51,7 +51,7 @@ def _shared_amax(
         quantizer = QUANTIZERS[names[key] or ""]
         if quantizer.span == "tensor":
             groups.setdefault(tuple(plan[name].amax_group for name in keys[key]), []).append(key)
-    shared = {}
+    shared: dict[str, Tensor] = {}
     for group, members in groups.items():
         if None in group or len(members) < 2:
             continue

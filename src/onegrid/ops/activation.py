@@ -28,7 +28,7 @@ class SwiGLU(torch.autograd.Function):
         return ((g / (1.0 + torch.exp(-g))) * up.float()).to(torch.bfloat16)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         """d silu(g) / dg = s (1 + g (1 - s)) with s the sigmoid of g."""
         gate, up = ctx.saved_tensors
         g, u, d = gate.float(), up.float(), dy.float()
@@ -39,4 +39,4 @@ class SwiGLU(torch.autograd.Function):
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up: BF16 in, BF16 out. Zeros give zeros."""
-    return SwiGLU.apply(gate, up)  # type: ignore[no-any-return]
+    return SwiGLU.apply(gate, up)

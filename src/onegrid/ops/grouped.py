@@ -63,7 +63,7 @@ class Scatter(torch.autograd.Function):
         return take(x_ND, d.source).view(d.num_experts, d.capacity, -1)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         """Sum of the k places of each token, FP32, slot order."""
         d = ctx.dispatch
         flat = dy.reshape(-1, dy.shape[-1])
@@ -84,7 +84,7 @@ class Gather(torch.autograd.Function):
         return take(y_ECD.reshape(-1, y_ECD.shape[-1]), d.place_NK.flatten()).view(num_tokens, top_k, -1)
 
     @staticmethod
-    def backward(ctx: Any, dy_NKD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy_NKD: Tensor) -> tuple[Tensor, None]:
         """Every place has at most one pair: a gather again."""
         d = ctx.dispatch
         flat = dy_NKD.reshape(-1, dy_NKD.shape[-1])

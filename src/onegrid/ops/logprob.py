@@ -54,7 +54,7 @@ class TokenLogProb(torch.autograd.Function):
         return torch.cat(logp), torch.cat(entropy)
 
     @staticmethod
-    def backward(ctx: Any, dlogp_N: Tensor, dentropy_N: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dlogp_N: Tensor, dentropy_N: Tensor) -> tuple[Any, ...]:
         """d logp / d logit = (1[v = token] - p_v) / T; d entropy / d logit = -p_v (log p_v + entropy) / T."""
         hidden_ND, head_VD, tokens_N = ctx.saved_tensors
         temperature = ctx.temperature or 1.0
@@ -85,7 +85,7 @@ def token_logp(
     kept       per row the ids of the kept set where the sampler truncated (an empty tensor keeps all)
     Vocabulary times tokens never exists at once: rows go in chunks of at most CHUNK_ELEMENTS logits.
     """
-    return TokenLogProb.apply(hidden_ND, head_VD, tokens_N, temperature, kept)  # type: ignore[no-any-return]
+    return TokenLogProb.apply(hidden_ND, head_VD, tokens_N, temperature, kept)
 
 
 def _chunks(hidden_ND: Tensor, head_VD: Tensor) -> list[slice]:

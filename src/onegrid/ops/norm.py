@@ -20,7 +20,7 @@ class RMSNorm(torch.autograd.Function):
         return ((x * rstd) * weight_D.float()).to(torch.bfloat16)
 
     @staticmethod
-    def backward(ctx: Any, dy_ND: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy_ND: Tensor) -> tuple[Tensor, Tensor, None]:
         """dx = rstd (dy w - x^ mean(dy w x^)), dw = sum over rows of dy x^, with x^ = x rstd; FP32."""
         x_ND, weight_D, rstd = ctx.saved_tensors
         dy, unit = dy_ND.float(), x_ND.float() * rstd
@@ -32,4 +32,4 @@ class RMSNorm(torch.autograd.Function):
 
 def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last axis: BF16 in, BF16 out. A zero row gives zeros; NaN stays in its row."""
-    return RMSNorm.apply(x_ND, weight_D, eps)  # type: ignore[no-any-return]
+    return RMSNorm.apply(x_ND, weight_D, eps)

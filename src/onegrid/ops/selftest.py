@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -94,19 +95,14 @@ def self_test(
         failed.append("subnormal numbers are flushed to zero")
     for out, width in sorted(set(shapes)):
         weight = operand(draw(out, width), None)
-        compare(f"matmul {out} x {width}", lambda x, w=weight: matmul(operand(x, None), w), draw(max_rows, width))
+        compare(f"matmul {out} x {width}", partial(_matmul, weight), draw(max_rows, width))
     for out, width in sorted(set(stacked)):
         weight = operand(draw(NUM_STACKED, out, width), None)
-
-        def experts(x: Tensor, weight: Operand = weight) -> Tensor:
-            rectangle = x.expand(NUM_STACKED, *x.shape).contiguous()
-            return matmul(operand(rectangle, None), weight).transpose(0, 1)
-
-        compare(f"experts' matmul {out} x {width}", experts, draw(max_rows, width))
+        compare(f"experts' matmul {out} x {width}", partial(_experts, weight), draw(max_rows, width))
     widths = sorted({width for _, width in shapes})
     for width in widths:
         scale = draw(width)
-        compare(f"norm of {width}", lambda x, s=scale: rms_norm(x, s, 1e-6), draw(max_rows, width))
+        compare(f"norm of {width}", partial(_norm, scale), draw(max_rows, width))
     compare(f"swiglu of {widths[-1]}", lambda x: swiglu(x, x), draw(max_rows, widths[-1]))
     compare(
         f"log-softmax of {vocabulary}",
@@ -122,6 +118,18 @@ def self_test(
         seconds=time.perf_counter() - began,
         failed=tuple(failed),
     )
+
+
+def _matmul(weight: Operand, x: Tensor) -> Tensor:
+    return matmul(operand(x, None), weight)
+
+
+def _experts(weight: Operand, x: Tensor) -> Tensor:
+    return matmul(operand(x.expand(NUM_STACKED, *x.shape).contiguous(), None), weight).transpose(0, 1)
+
+
+def _norm(scale: Tensor, x: Tensor) -> Tensor:
+    return rms_norm(x, scale, 1e-6)
 
 
 def require(proof: Proof) -> None:
