@@ -19,7 +19,7 @@ def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Learner and sampler must call the same returned callable; never compile one side's whole model.
     """
-    fast = torch.compile(fn, dynamic=None)
+    fast = torch.compile(fn, dynamic=True)
 
     @wraps(fn)
     def call(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -55,11 +55,9 @@ def digest(tensor: Tensor | QuantTensor, *, start: int = 0, role: str = "values"
 
 def digest_rows(tensor: Tensor, *, start: int = 0, role: str = "values") -> list[int]:
     """One digest per row of the last axis; they sum to `digest(tensor)` modulo 2^64. To find which rows differ."""
-    rows_RB = _bytes(tensor).view(
-        -1, tensor.shape[-1] * tensor.element_size() if tensor.dim() else tensor.element_size()
-    )
-    width = rows_RB.shape[1]
-    return [digest(row, start=start + i * width, role=role) for i, row in enumerate(rows_RB)]
+    width = (tensor.shape[-1] if tensor.dim() else 1) * tensor.element_size()
+    rows = _bytes(tensor).split(width) if tensor.numel() else ()
+    return [digest(row, start=start + i * width, role=role) for i, row in enumerate(rows)]
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ def mx_even(amax_G: Grid, global_amax_G: Grid | None, quantizer: Quantizer, dtyp
 
 
 def mx_even_fp4(amax_G: Grid, global_amax_G: Grid | None, quantizer: Quantizer, dtype: torch.dtype) -> Scaling:
-    """As `mx_even` with the mantissa width of E2M1 for every format. (Its wrong bytes for amax >= 2.99e38 are not kept.)"""
+    """As `mx_even` with the mantissa width of E2M1 always. Its wrong bytes for amax >= 2.99e38 are not kept."""
     return _even(amax_G, E2M1.mantissa_bits, quantizer)
 
 
@@ -165,11 +165,8 @@ def nvfp4_compressed_tensors(
     assert global_amax_G is not None
     encode_G = global_encode(global_amax_G, quantizer)
     sixth_G = divide(amax_G, torch.full_like(amax_G, 6.0))
-    if dtype == torch.bfloat16:
-        block_G = round_bf16(encode_G * round_bf16(sixth_G))
-    else:
-        block_G = encode_G * sixth_G
-    block_G = round_elements(block_G, E4M3)
+    product_G = round_bf16(encode_G * round_bf16(sixth_G)) if dtype == torch.bfloat16 else encode_G * sixth_G
+    block_G = round_elements(product_G, E4M3)
     block_G = torch.where(block_G == 0, 0.125, block_G)
     return _nvfp4(block_G, divide(block_G, encode_G.expand_as(block_G)), divides=True)
 

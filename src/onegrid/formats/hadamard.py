@@ -1,4 +1,4 @@
-"""The random Hadamard transform of NVFP4 weight-gradient operands: outliers are spread over 16 elements before the cast.
+"""The random Hadamard transform of NVFP4 weight-gradient operands: it spreads outliers over 16 elements.
 
 Both operands of the matmul are transformed along the contraction axis; the transform is orthogonal, so the exact
 product stays the same.

@@ -49,7 +49,7 @@ class QuantTensor:
     scales: Tensor
     """[..., ceil(M/h), ceil(K/w)]: uint8 for E8M0 and E4M3, FP32 decode multipliers else; [...] for one per tensor."""
     amax: Tensor | None
-    """FP32 global amax A: [...] per tensor, [..., M] per row, [..., K] per column (axis -2); None without a global scale."""
+    """FP32 global amax A: [...] per tensor, [..., M] per row, [..., K] per column (axis -2); else None."""
     factor: Tensor | None
     """RN(1/S_enc) for export only; decoding uses `amax`."""
     shape: tuple[int, ...]
@@ -178,10 +178,10 @@ def _scaled(x: Tensor, quantizer: Quantizer, axis: int, amax: Tensor | None) -> 
     encode = _spread(scaling.encode)
     magnitude = divide(magnitude, encode) if scaling.divides else magnitude.mul_(encode)
     signs = inputs
-    if quantizer.fmt.nan_code is None or quantizer.nan == "max":
-        if may_have_nan or quantizer.nan == "max":  # such rules can make a NaN themselves, from Inf times 0
-            signs = torch.where(magnitude.isnan(), 0.0, inputs)
-            magnitude = magnitude.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    if quantizer.nan == "max" or (may_have_nan and quantizer.fmt.nan_code is None):
+        # "max" always: such rules make a NaN themselves, from Inf times 0
+        signs = torch.where(magnitude.isnan(), 0.0, inputs)
+        magnitude = magnitude.nan_to_num_(nan=torch.inf, posinf=torch.inf)
     if quantizer.zero_sign == "positive":
         signs = torch.where(magnitude == 0, 0.0, signs)
     return _State(signs, magnitude, inputs, raw_amax_G, scaling, global_amax, may_have_nan, tuple(x.shape))

@@ -50,7 +50,7 @@ Rule = Callable[[Tensor, Tensor | None, Quantizer, torch.dtype], Scaling]
 
 
 def mx(amax_G: Tensor, global_amax_G: Tensor | None, quantizer: Quantizer, dtype: torch.dtype) -> Scaling:
-    """Power of two, rounded up so that no element saturates: E8M0_up(RN(amax RN(1/max))). A zero block stores byte 0."""
+    """Power of two, rounded up so that no element saturates: E8M0_up(RN(amax RN(1/max))). A zero block stores 0."""
     return from_e8m0(e8m0_up(amax_G * RECIPROCAL[quantizer.fmt.name]))
 
 

@@ -64,7 +64,7 @@ class Quantizer:
 
     @property
     def matmul(self) -> Literal["decoded", "nvfp4", "scaled", "block_fp32"]:
-        """How products are formed: on decoded values, on block values with two amax, with two scales, or per 128 of K."""
+        """How products are formed: on decoded values, block values and two amax, two scales, or per 128 of K."""
         if self.scale == "e4m3":
             return "nvfp4"
         if self.span != "none":
