@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onegrid.ops.pins import CHUNK, pad_rows
+from onegrid.ops.pins import CHUNK, HEAD_TILE, pad_rows
 
 
 def attention(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, start_B: Tensor) -> Tensor:
@@ -28,10 +28,10 @@ def attention(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, start_B: Tensor) -
     rows = num_queries * repeat
     # [B G, T r, D]: the query heads of one key head are rows of one matrix
     q = q_BTHD.reshape(num_batch, num_queries, num_groups, repeat, width).permute(0, 2, 1, 3, 4)
-    q = pad_rows(q.reshape(num_batch * num_groups, rows, width).float() * width**-0.5)
+    q = pad_rows(q.reshape(num_batch * num_groups, rows, width).float() * width**-0.5, HEAD_TILE)
     position_BT = start_B[:, None] + torch.arange(num_queries, device=q.device)
     position = position_BT[:, None, :, None].expand(num_batch, num_groups, num_queries, repeat)
-    position = pad_rows(position.reshape(num_batch * num_groups, rows, 1))
+    position = pad_rows(position.reshape(num_batch * num_groups, rows, 1), HEAD_TILE)
 
     # Every chunk is CHUNK keys wide, the last one too: another width could be another order of sums.
     total = torch.zeros(*q.shape[:-1], width, device=q.device)

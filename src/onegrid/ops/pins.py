@@ -18,6 +18,9 @@ WORKSPACE = {"CUBLASLT_WORKSPACE_SIZE": "1", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}
 TILE = 16
 """Rows are padded to a multiple of this before every matmul."""
 
+HEAD_TILE = 8
+"""The same for the rows of attention: the query heads that share a key head, of all queries of a sequence."""
+
 CHUNK = 32
 """Keys per attention chunk."""
 
