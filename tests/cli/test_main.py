@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from onegrid.errors import WeightsError
+
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -47,3 +49,43 @@ def test_the_version_is_printed():
     done = onegrid("--version")
     assert done.returncode == 0
     assert done.stdout.startswith("onegrid 0.")
+
+
+def test_formats_prints_every_quantizer_and_its_error_on_a_tensor(tmp_path, capsys):
+    import torch
+    from safetensors.torch import save_file
+
+    from onegrid.cli.formats import run
+    from onegrid.formats import QUANTIZERS
+
+    save_file({"w": torch.randn(64, 128), "v": torch.zeros(3)}, tmp_path / "x.safetensors")
+    run(f"{tmp_path / 'x.safetensors'}::w")
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in QUANTIZERS)
+    for bad, message in (("::v", "shape \\(3,\\)"), ("::none", "no tensor 'none'"), ("", "not FILE::NAME")):
+        with pytest.raises(WeightsError, match=message):
+            run(f"{tmp_path / 'x.safetensors'}{bad}")
+
+
+def test_plan_prints_the_plan_of_a_folder(tmp_path):
+    from tests.rl.tiny import write_tiny_run
+
+    write_tiny_run(tmp_path)
+    done = onegrid("plan", "mxfp8", str(tmp_path / "model"))
+    assert done.returncode == 0 and "pairing: exact" in done.stdout
+    done = onegrid("plan", "mxfp9", str(tmp_path / "model"))
+    assert done.returncode == 1 and "mxfp8" in done.stderr
+
+
+def test_a_dry_run_prints_everything_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    from onegrid.cli.train import run
+    from tests.rl.tiny import write_tiny_run
+
+    monkeypatch.chdir(tmp_path)
+    path = write_tiny_run(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    run(path, ["learner.lr=0.25"], run_dir=None, num_steps=7, resume=False, dry_run=True)
+    printed = capsys.readouterr().out
+    for expected in ("lr = 0.25", "num_steps = 7", "pairing: exact", "memory estimate", "4 prompts x 4 samples"):
+        assert expected in printed
+    assert sorted(tmp_path.rglob("*")) == before
