@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from onegrid.errors import RecipeError
 
@@ -97,6 +98,15 @@ class Plan:
 
             raise RecipeError(f"the plan has no tensor {name!r}; nearest: {nearest_names(name, self.tensors)}")
         return self.tensors[name]
+
+    def to(self, dialect: str) -> dict[str, Any]:
+        """The plan as others must be told it: "vllm", "sglang", "te", "hf", "modelopt", "compressed-tensors", "deepseek".
+
+        Raises RecipeError for a plan that the dialect cannot say; see `onegrid.recipe.dialects.export`.
+        """
+        from onegrid.recipe.dialects.export import export
+
+        return export(self, dialect)
 
     def to_json(self) -> str:
         """The plan as JSON text, with its digest."""
