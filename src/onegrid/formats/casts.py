@@ -66,12 +66,12 @@ def round_magnitude_(magnitude: Tensor, fmt: Format) -> Tensor:
     magnitude  FP32 >= 0 of any shape. Inf gives the maximum; NaN stays NaN, also where the format has none.
     Source: `cvt.rn.satfinite` of the PTX manual.
     """
-    # Adding a 2^(23 - mantissa_bits) to a value a leaves exactly the element's mantissa bits, and the FP32 adder
-    # rounds them. A halfway value has few bits, so there the anchor is an even number of steps and "even" means the
-    # same for the sum. The product is exact, so contraction cannot change it; the clamp keeps an earlier one apart.
+    # Adding the power of two 23 - mantissa_bits above a value's exponent leaves exactly the element's mantissa bits, and
+    # the FP32 adder rounds them. The clamp also keeps an earlier product apart from this sum: no multiply-add.
     magnitude = magnitude.clamp_(max=fmt.max)
     smallest_anchor = 2.0 ** (fmt.min_exponent + 23 - fmt.mantissa_bits)
-    anchor = (magnitude * 2.0 ** (23 - fmt.mantissa_bits)).clamp_(min=smallest_anchor)
+    anchor = (magnitude.view(torch.int32) & 0x7F800000).view(torch.float32)
+    anchor = anchor.mul_(2.0 ** (23 - fmt.mantissa_bits)).clamp_(min=smallest_anchor)
     return magnitude.add_(anchor).sub_(anchor)
 
 

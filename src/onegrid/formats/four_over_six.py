@@ -18,12 +18,13 @@ def four_over_six(inputs: Tensor, amax_G: Tensor, global_amax_G: Tensor, quantiz
     """The scales of blocks `inputs` [..., Mb, h, Kb, w], FP32, with the choice made per block.
 
     Errors are summed in FP32 in the order of the rule: 16 elements one after another from 0; the 16 rows of a tile by
-    halves (8, 4, 2, 1). A tie takes 6. NaN elements count as 0. Source: Transformer Engine 2.20.
+    halves (8, 4, 2, 1). A tie takes 6, and so
+    does a block with a NaN or Inf. Source: Transformer Engine 2.20.
     """
     encode_G = global_encode(global_amax_G, quantizer)
     decode_G = divide(1.0, encode_G)
     base_G = divide(amax_G, torch.full_like(amax_G, 6.0)) * encode_G
-    magnitude = inputs.abs().nan_to_num_(nan=0.0, posinf=torch.inf)
+    magnitude = inputs.abs()
     candidates = []
     for target_G in (base_G * 1.5, base_G):
         block_G = round_magnitude_(target_G.clamp(max=448.0), E4M3)
