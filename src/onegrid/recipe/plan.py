@@ -100,7 +100,7 @@ class Plan:
         return self.tensors[name]
 
     def to(self, dialect: str) -> dict[str, Any]:
-        """The plan as others must be told it: "vllm", "sglang", "te", "hf", "modelopt", "compressed-tensors", "deepseek".
+        """The plan as others must be told it: "vllm", "sglang", "te", "hf", "modelopt", "compressed-tensors".
 
         Raises RecipeError for a plan that the dialect cannot say; see `onegrid.recipe.dialects.export`.
         """

@@ -1,4 +1,4 @@
-"""The quantization configurations that stand in checkpoints: DeepSeek's `fp8`, SGLang's `mxfp8`, ModelOpt, compressed-tensors.
+"""Quantization configurations of checkpoints: DeepSeek's `fp8`, SGLang's `mxfp8`, ModelOpt, compressed-tensors.
 
 Each writer checks its own list with the matchers of the engines that read it: what they would read is what the plan
 means, module by module, or there is an error and no configuration.
@@ -89,12 +89,13 @@ def _modelopt_numbers(algo: str) -> Config:
 
 
 def compressed_tensors_config(plan: Plan) -> Config:
-    """compressed-tensors: a group for each pair of weight and input; one group targets "Linear", several name modules."""
+    """compressed-tensors: a group for each pair of weight and input; one targets "Linear", several name modules."""
     schemes = schemes_of(plan, "compressed-tensors")
     pairs: dict[tuple[str, str | None], list[Module]] = {}
     for module in modules_of(plan):
         if module.weight is not None:
             pairs.setdefault((schemes[module.name].token, module.activation), []).append(module)
+    _distinct(schemes)
     formats = list(dict.fromkeys(token.partition("/")[0] for token, _ in pairs))
     groups = {}
     for i, ((token, activation), members) in enumerate(pairs.items()):
@@ -181,7 +182,7 @@ def _checked(plan: Plan, method: str) -> list[str]:
         for module in modules_of(plan):
             if MATCHERS[reader](entries, module) != (module.weight is None):
                 raise RecipeError(
-                    f"{reader} would {'keep' if module.weight else 'not keep'} {module.name} in BF16, against the plan; "
+                    f"{reader} would {'' if module.weight else 'not '}keep {module.name} in BF16, against the plan; "
                     f"no list of full names can say it: make a rule that treats it like its neighbours"
                 )
     return entries
@@ -197,7 +198,7 @@ def _whole_parents(plan: Plan) -> list[str]:
     one layer's projection would take all the others out too.
     """
     quantized = {shard.rpartition(".")[0] for m in modules_of(plan) if m.weight for shard in m.shards}
-    entries = {}
+    entries: dict[str, None] = {}
     for name in excluded_names(plan):
         parent, _, last = name.rpartition(".")
         entries[f"{parent}.*" if last in _LATENT and parent not in quantized else name] = None

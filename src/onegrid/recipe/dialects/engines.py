@@ -44,9 +44,10 @@ def vllm(plan: Plan) -> Config:
     if not names:
         return arguments | {"quantization": None, "notes": []}
     excluded = excluded_names(plan)
-    by_kind = {kind: {names[m.name] for m in modules_of(plan) if m.weight and m.kind == kind} for kind in ("linear", "experts")}
-    notes = [note for weight, note in _VLLM_NOTES.items() if any(m.weight == weight for m in modules_of(plan))]
-    if any(m.weight and m.kind == "head" for m in modules_of(plan)):
+    quantized = [module for module in modules_of(plan) if module.weight]
+    by_kind = {kind: {names[m.name] for m in quantized if m.kind == kind} for kind in ("linear", "experts")}
+    notes = [note for weight, note in _VLLM_NOTES.items() if any(m.weight == weight for m in quantized)]
+    if any(m.kind == "head" for m in quantized):
         raise RecipeError("vLLM does not quantize lm_head online; keep it in BF16 or convert the checkpoint")
     if all(len(kinds) <= 1 for kinds in by_kind.values()):
         sections = {"linear": by_kind["linear"], "moe": by_kind["experts"]}

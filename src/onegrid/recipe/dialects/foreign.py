@@ -1,4 +1,4 @@
-"""Reading the quantization configuration of a checkpoint that somebody else made: which module is said to be in what."""
+"""Reading the quantization configuration of a foreign checkpoint: which module is said to be in what."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
 
 def vllm_fp8(entries: Sequence[str], module: Module) -> bool:
-    """Whole names only; a fused module by its own name or by all its shards; experts by any entry that contains them."""
+    """Whole names only; a fused module by its name or by all its shards; experts by any entry that contains them."""
     if module.name.rsplit(".", 1)[-1] in FUSED:
         return module.name in entries or _all_or_none(module, [shard in entries for shard in _shards(module)])
     if "experts" in module.name:
@@ -32,7 +32,7 @@ def vllm_fp8(entries: Sequence[str], module: Module) -> bool:
 
 
 def vllm_modelopt(entries: Sequence[str], module: Module) -> bool:
-    """As `vllm_fp8`, or any entry is a **substring** of the name, or a shell pattern for it. `X*` means `X` and `X.*`."""
+    """As `vllm_fp8`, or an entry is a **substring** of the name, or a pattern for it. `X*` means `X` and `X.*`."""
     spread = [part for entry in entries for part in _unstarred(entry)]
     if spread and vllm_fp8(spread, module):
         return True
@@ -65,10 +65,10 @@ def _sglang_path(entries: Sequence[str], module: Module) -> bool:
 
 
 def sglang_modelopt(entries: Sequence[str], module: Module) -> bool:
-    """Linears: dotted components, or a pattern with `*` for the whole name or one component. Experts: the pattern only."""
+    """Linears: dotted components, or a pattern with `*` for the name or a component. Experts: the pattern only."""
     if module.kind != "experts" and _sglang_path(entries, module):
         return True
-    name = f"{module.name}_with_mqa" if module.name.endswith(".fused_qkv_a_proj") else module.name  # as it is called there
+    name = module.name + ("_with_mqa" if module.name.endswith(".fused_qkv_a_proj") else "")  # as it is called there
     inner = name.removeprefix("language_model.")
     last = name.rsplit(".", 1)[-1]
     for entry in entries:

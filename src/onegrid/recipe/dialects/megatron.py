@@ -108,14 +108,14 @@ def _recipe(t: TensorPlan) -> tuple[str, Config, dict[str, str]]:
 def _modules(plan: Plan) -> dict[str, TensorPlan]:
     """Megatron's module path -> the answer for it."""
     found: dict[str, TensorPlan] = {}
-    num_layers = 1 + max((n for t in plan.tensors.values() if t.kind != "extra" and (n := layer_of(t.name)) is not None), default=-1)
+    beyond = {layer_of(t.name) for t in plan.tensors.values() if t.kind == "extra"}
     for t in plan.tensors.values():
         layer = layer_of(t.name)
-        if layer is None or not t.name.endswith(".weight") or (layer >= num_layers and t.weight is None):
+        if layer is None or not t.name.endswith(".weight") or (layer in beyond and t.weight is None):
             continue
         inside = re.sub(r"\.\d+\.", ".", t.name.partition(f"layers.{layer}.")[2].removesuffix(".weight"))
         inside = inside.replace("shared_expert.", "shared_experts.")
-        if inside not in _MODULES:
+        if inside not in _MODULES or layer in beyond:
             if t.weight is not None:
                 raise RecipeError(f"{t.name} has no name in Megatron that is known here; known: {', '.join(_MODULES)}")
             continue

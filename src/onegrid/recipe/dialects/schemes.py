@@ -1,11 +1,11 @@
-"""What the configurations of published checkpoints can say: a row for each method and format, read and written alike."""
+"""What configurations of published checkpoints can say: a row for each method and format, read and written alike."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from onegrid.errors import RecipeError
-from onegrid.recipe.dialects.modules import Module, modules_of
+from onegrid.recipe.dialects.modules import modules_of
 from onegrid.recipe.plan import Plan
 
 METHODS = {"deepseek": "fp8", "modelopt": "modelopt", "sglang": "mxfp8", "compressed-tensors": "compressed-tensors"}
@@ -75,8 +75,3 @@ def scheme_for(method: str, weight: str, activation: str | None) -> Scheme:
 def schemes_of(plan: Plan, method: str) -> dict[str, Scheme]:
     """Name of every quantized module -> the method's scheme for it, in the plan's order."""
     return {m.name: scheme_for(method, m.weight, m.activation) for m in modules_of(plan) if m.weight is not None}
-
-
-def quantized_modules(plan: Plan) -> list[Module]:
-    """The modules that the plan quantizes."""
-    return [m for m in modules_of(plan) if m.weight is not None]
