@@ -13,8 +13,8 @@ REQUIRE_ALL = os.environ.get("ONEGRID_REQUIRE_ALL") == "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Two threads: the tests are small, and the machines that run them may have two cores."""
-    torch.set_num_threads(min(2, torch.get_num_threads()))
+    """One thread: the tests are small, and threads that wait for each other on two cores cost more than they give."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(params=["cpu", "cuda"])
