@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from onegrid.model.canonical import Snapshot, parts_of
@@ -33,13 +35,14 @@ MOE = DENSE | {
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
-MODELS = {"dense": DENSE, "moe": MOE}
+SHARED = MOE | {"model_type": "qwen2_moe", "head_dim": None, "shared_expert_intermediate_size": 48}
+MODELS = {"dense": DENSE, "moe": MOE, "shared": SHARED}
 
 
-def plan_of(model: str, preset: str) -> tuple[ModelSpec, Plan]:
-    """Spec and plan of one of MODELS."""
+def plan_of(model: str, preset: str, **recipe: object) -> tuple[ModelSpec, Plan]:
+    """Spec and plan of one of MODELS, with fields of the recipe replaced."""
     spec = ModelSpec.from_hf_config(MODELS[model])
-    return spec, resolve(PRESETS[preset], MODELS[model], tensor_shapes(spec))
+    return spec, resolve(replace(PRESETS[preset], **recipe), MODELS[model], tensor_shapes(spec))  # type: ignore[arg-type]
 
 
 def snapshot_of(spec: ModelSpec, plan: Plan, seed: int, *, version: int, scale: float = 0.3) -> Snapshot:
