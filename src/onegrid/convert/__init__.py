@@ -1,0 +1,1 @@
+"""Checkpoints in the published low-precision layouts, read and written tensor by tensor."""
