@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -108,6 +110,21 @@ def test_tensorwise_activations_are_measured_not_promised():
     apart = _apart(learner.log_probs(batch_of(rollouts)), rollouts)
     assert 0 < apart["mismatch/max_abs"] < 1.0
     assert apart["mismatch/share_equal"] < 1.0
+
+
+def test_a_mixed_pairing_is_legal_marked_and_served_on_its_own_grid():
+    model, preset = "moe", "mxfp8"
+    rules = tuple(
+        replace(rule, sampler_weight=None, sampler_activation=None) if rule.weight else rule
+        for rule in PRESETS[preset].rules
+    )
+    _, mixed = plan_of(model, preset, rules=rules)
+    assert mixed.mixed and not mixed.exact
+    learner, engine = learner_of(model, preset, plan=mixed)
+    sync(learner, engine)
+    assert {live.format for live in engine.describe().values()} == {"bf16"}
+    rollouts = engine.generate(requests_of(9))
+    assert 0 < _apart(learner.log_probs(batch_of(rollouts)), rollouts)["mismatch/max_abs"] < 2.0
 
 
 @pytest.mark.parametrize("side", ["learner", "sampler"])
