@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from onegrid.errors import TaskError
-from onegrid.types import Group, Rollout
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a process that only scores should not have to load torch
     from onegrid.rl.tasks import Prompt, Task
+    from onegrid.types import Group, Rollout
 
 INTEGER = re.compile(r"0|-?[1-9][0-9]*")
 
@@ -47,36 +47,71 @@ def at_threshold(score: float | None, threshold: float) -> float | None:
     return float(score >= threshold)
 
 
+class PendingVerdicts(Protocol):
+    """Verdicts that are being made elsewhere."""
+
+    def verdicts(self) -> list[Verdict]:
+        """All of them, in order, once they are there."""
+        ...
+
+
+@runtime_checkable
+class Submits(Protocol):
+    """A task whose verifier works in other processes."""
+
+    def submit(self, answered: Sequence[tuple[Prompt, str]]) -> PendingVerdicts:
+        """Begin to score completions of one group, and return at once."""
+        ...
+
+
 def score_rollouts(task: Task, groups: Sequence[Group], *, prompts: Iterable[Prompt]) -> list[Group]:
     """The groups with every rollout scored. A rollout whose verifier raised, or gave None or NaN or Inf, has reward
     None.
 
+    task     one that can `submit` scores all groups at the same time
     prompts  those that the rollouts answer, found by prompt_index
     Raises TaskError if there are rollouts and none could be scored: that is a broken verifier, not a weak model.
     """
     by_index = {prompt.prompt_index: prompt for prompt in prompts}
+    begun = [_begin(task, [(_prompt_of(r, by_index), r.text) for r in group.rollouts]) for group in groups]
     reasons: list[str] = []
-    scored = [
-        replace(group, rollouts=tuple(_scored(task, rollout, by_index, reasons) for rollout in group.rollouts))
-        for group in groups
-    ]
+    scored = []
+    for group, verdicts in zip(groups, begun, strict=True):
+        rollouts = [_scored(r, v, reasons) for r, v in zip(group.rollouts, verdicts(), strict=True)]
+        scored.append(replace(group, rollouts=tuple(rollouts)))
     num_rollouts = sum(len(group.rollouts) for group in groups)
     if num_rollouts and len(reasons) == num_rollouts:
         raise TaskError(f"none of {num_rollouts} rollouts could be scored; the first because: {reasons[0]}")
     return scored
 
 
-def _scored(task: Task, rollout: Rollout, prompts: dict[int, Prompt], reasons: list[str]) -> Rollout:
+def _prompt_of(rollout: Rollout, by_index: dict[int, Prompt]) -> Prompt:
     index = rollout.request.prompt_index
-    if index not in prompts:
-        raise TaskError(f"a rollout answers prompt {index}, which is not among the {len(prompts)} prompts of this step")
+    if index not in by_index:
+        raise TaskError(
+            f"a rollout answers prompt {index}, which is not among the {len(by_index)} prompts of this step"
+        )
+    return by_index[index]
+
+
+def _begin(task: Task, answered: list[tuple[Prompt, str]]) -> Callable[[], list[Verdict]]:
+    if isinstance(task, Submits):
+        return task.submit(answered).verdicts
+    return lambda: [_verdict(task, prompt, text) for prompt, text in answered]
+
+
+def _verdict(task: Task, prompt: Prompt, text: str) -> Verdict:
     try:
-        reward = task.score(prompts[index], rollout.text)
-        reason = "the verifier gave no score"
+        reward = task.score(prompt, text)
     except Exception as error:  # verifiers are foreign code; a fault is counted, and one everywhere fails the run
-        reward, reason = None, f"{type(error).__name__}: {error}"
+        return Verdict(reward=None, reason=f"{type(error).__name__}: {error}")
+    return Verdict(reward=reward, reason="" if reward is not None else "the verifier gave no score")
+
+
+def _scored(rollout: Rollout, verdict: Verdict, reasons: list[str]) -> Rollout:
+    reward, reason = verdict.reward, verdict.reason
     if reward is not None and not math.isfinite(reward):
         reward, reason = None, f"the verifier gave {reward}"
     if reward is None:
-        reasons.append(f"{reason} (prompt {index}, sample {rollout.request.sample})")
+        reasons.append(f"{reason} (prompt {rollout.request.prompt_index}, sample {rollout.request.sample})")
     return replace(rollout, reward=reward, scored=True)

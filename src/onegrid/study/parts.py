@@ -16,7 +16,7 @@ from onegrid.model.live import LiveWeights
 from onegrid.model.spec import ModelSpec
 from onegrid.model.weights import load_weights, read_index
 from onegrid.recipe import Plan, preset, recipe_from_dict, resolve
-from onegrid.rl.problems import make_task
+from onegrid.rl.problems import at_folder, make_task
 from onegrid.rl.tasks import Task, Tokenizer
 from onegrid.rl.tokenizer import load_tokenizer, stop_tokens
 from onegrid.sampler.base import Sampler
@@ -66,7 +66,13 @@ def design(config: RunConfig, base: Path) -> Design:
     plan = resolve(recipe_from_dict(config.recipe), hf_config, index)
     bf16 = resolve(preset("bf16"), hf_config, index)
     return Design(
-        config=replace(config, model=replace(config.model, checkpoint=str(folder)), device=device, sampling=sampling),
+        config=replace(
+            config,
+            model=replace(config.model, checkpoint=str(folder)),
+            device=device,
+            sampling=sampling,
+            task=at_folder(config.task, base),
+        ),
         hf_config=hf_config,
         spec=ModelSpec.from_hf_config(hf_config),
         plan=plan,
