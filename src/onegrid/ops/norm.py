@@ -23,11 +23,16 @@ class RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dy_ND: Tensor) -> tuple[Tensor, Tensor, None]:
         """dx = rstd (dy w - x^ mean(dy w x^)), dw = sum over rows of dy x^, with x^ = x rstd; FP32."""
         x_ND, weight_D, rstd = ctx.saved_tensors
-        dy, unit = dy_ND.float(), x_ND.float() * rstd
-        scaled = dy * weight_D.float()
-        dx = rstd * (scaled - unit * (scaled * unit).mean(-1, keepdim=True))
-        dw = (dy * unit).reshape(-1, x_ND.shape[-1]).sum(0)
+        dx, dw = norm_gradient(dy_ND, x_ND, weight_D, rstd)
         return dx.to(x_ND.dtype), dw.to(weight_D.dtype), None
+
+
+def norm_gradient(dy_ND: Tensor, x_ND: Tensor, weight_D: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """dx and dw in FP32 for y = x rstd w; rstd FP32 [..., 1]."""
+    dy, unit = dy_ND.float(), x_ND.float() * rstd
+    scaled = dy * weight_D.float()
+    dx = rstd * (scaled - unit * (scaled * unit).mean(-1, keepdim=True))
+    return dx, (dy * unit).reshape(-1, x_ND.shape[-1]).sum(0)
 
 
 def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:

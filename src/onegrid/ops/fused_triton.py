@@ -1,0 +1,162 @@
+"""Elementwise chains of the decoder as one kernel each on NVIDIA GPUs, where each step would be launch cost alone.
+
+Both sides call these very kernels, forward; gradients are those of the definitions. SwiGLU and rotation give the
+bytes of their definitions: products that the definition rounds are `mul.rn`, which no compiler contracts. A norm sums
+a row in another order than the definition, so it is `rows`, not `bits`, and both sides must use the same one.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor, bfloat16
+from triton.language.extra import libdevice
+
+
+@triton.jit
+def _mul(x, y):
+    """The rounded product, never part of a multiply-add."""
+    return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _norm(
+    x, y, weight, total, out, stride_x, stride_y, eps, width, HAS_Y: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    inside = d < width
+    value = tl.load(x + row * stride_x + d, mask=inside, other=0.0).to(tl.float32)
+    if HAS_Y:
+        value += tl.load(y + row * stride_y + d, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(tl.bfloat16)
+        tl.store(total + row * width + d, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(_mul(value, value), 0) / width + eps)
+    w = tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + d, _mul(_mul(value, rstd), w).to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def _heads(
+    q, k, q_out, k_out, q_weight, k_weight, cos, sin, position, stride_q, stride_k, eps, num_heads, num_groups,
+    NORM: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, HALF)
+    at = tl.load(position + row)
+    if head < num_heads:
+        source, target, weight = q + row * stride_q, q_out + row * num_heads * 2 * HALF, q_weight
+    else:
+        head -= num_heads
+        source, target, weight = k + row * stride_k, k_out + row * num_groups * 2 * HALF, k_weight
+    source += head * 2 * HALF
+    target += head * 2 * HALF
+    first = tl.load(source + d).to(tl.float32)
+    second = tl.load(source + HALF + d).to(tl.float32)
+    if NORM:
+        square = tl.sum(_mul(first, first) + _mul(second, second), 0)
+        rstd = tl.rsqrt(square / (2 * HALF) + eps)
+        first = _mul(_mul(first, rstd), tl.load(weight + d).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+        second = _mul(_mul(second, rstd), tl.load(weight + HALF + d).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+    c, s = tl.load(cos + at * HALF + d), tl.load(sin + at * HALF + d)
+    tl.store(target + d, (_mul(first, c) - _mul(second, s)).to(tl.bfloat16))
+    tl.store(target + HALF + d, (_mul(second, c) + _mul(first, s)).to(tl.bfloat16))
+
+
+@triton.jit
+def _swiglu(gate, up, out, stride_gate, stride_up, width, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = d < width
+    g = tl.load(gate + row * stride_gate + d, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + row * stride_up + d, mask=inside, other=0.0).to(tl.float32)
+    silu = tl.div_rn(g, 1.0 + libdevice.exp(-g))
+    tl.store(out + row * width + d, _mul(silu, u).to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def _store(k, v, keys, values, position, stride_k, stride_v, stride_n, stride_g, stride_s, WIDTH: tl.constexpr):
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, WIDTH)
+    to = row * stride_n + group * stride_g + tl.load(position + row) * stride_s + d
+    tl.store(keys + to, tl.load(k + row * stride_k + group * WIDTH + d))
+    tl.store(values + to, tl.load(v + row * stride_v + group * WIDTH + d))
+
+
+def norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """RMSNorm of rows, BF16 to BF16; `ops.norm.rms_norm` is the definition. Rows contiguous inside."""
+    width = x_ND.shape[-1]
+    x = x_ND.reshape(-1, width)
+    out = x.new_empty(x.shape)
+    if len(x):
+        block = triton.next_power_of_2(width)
+        _norm[(len(x),)](
+            x, x, weight_D, out, out, x.stride(0), 0, eps, width, HAS_Y=False, BLOCK=block, num_warps=_warps(block)
+        )
+    return out.view(x_ND.shape)
+
+
+def residual_norm(x_ND: Tensor, y_ND: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + y rounded to BF16, and its RMSNorm, both BF16 [N, D]."""
+    width = x_ND.shape[-1]
+    total, out = x_ND.new_empty(x_ND.shape), x_ND.new_empty(x_ND.shape)
+    if len(x_ND):
+        block = triton.next_power_of_2(width)
+        _norm[(len(x_ND),)](
+            x_ND, y_ND, weight_D, total, out, x_ND.stride(0), y_ND.stride(0), eps, width,
+            HAS_Y=True, BLOCK=block, num_warps=_warps(block),
+        )  # fmt: skip
+    return total, out
+
+
+def heads(
+    q_NHD: Tensor,
+    k_NGD: Tensor,
+    q_weight_D: Tensor | None,
+    k_weight_D: Tensor | None,
+    eps: float,
+    rope: tuple[Tensor, Tensor],
+    position_N: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Head norm (where there are weights) and rotation of queries and keys, BF16 to BF16.
+
+    rope        FP32 tables [positions, D / 2] of cos and sin; position_N int64
+    Heads of a row lie side by side; rows may have any stride.
+    """
+    num_rows, num_heads, width = q_NHD.shape
+    num_groups = k_NGD.shape[1]
+    q, k = q_NHD.new_empty(q_NHD.shape), k_NGD.new_empty(k_NGD.shape)
+    if num_rows:
+        weights = (q_weight_D if q_weight_D is not None else q, k_weight_D if k_weight_D is not None else k)
+        _heads[(num_rows, num_heads + num_groups)](
+            q_NHD, k_NGD, q, k, *weights, *rope, position_N, q_NHD.stride(0), k_NGD.stride(0), eps,
+            num_heads, num_groups, NORM=q_weight_D is not None, HALF=width // 2, num_warps=1,
+        )  # fmt: skip
+    return q, k
+
+
+def swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
+    """silu(gate) * up, BF16 to BF16, the bytes of `ops.activation.swiglu`. Rows may have any stride."""
+    width = gate_NF.shape[-1]
+    if gate_NF.dim() != 2:
+        return swiglu(gate_NF.reshape(-1, width), up_NF.reshape(-1, width)).view(gate_NF.shape)
+    out = gate_NF.new_empty(gate_NF.shape, dtype=bfloat16)
+    if len(out):
+        _swiglu[(triton.cdiv(width, 1024), len(out))](
+            gate_NF, up_NF, out, gate_NF.stride(0), up_NF.stride(0), width, BLOCK=1024, num_warps=4
+        )
+    return out
+
+
+def store(k_NGD: Tensor, v_NGD: Tensor, keys_SGLD: Tensor, values_SGLD: Tensor, position_N: Tensor) -> None:
+    """Writes row n's key and value into slot n at position_N[n]. Both caches have the same strides."""
+    num_rows, num_groups, width = k_NGD.shape
+    assert keys_SGLD.stride() == values_SGLD.stride()
+    _store[(num_rows, num_groups)](
+        k_NGD, v_NGD, keys_SGLD, values_SGLD, position_N, k_NGD.stride(0), v_NGD.stride(0),
+        *keys_SGLD.stride()[:3], WIDTH=width, num_warps=1,
+    )  # fmt: skip
+
+
+def _warps(block: int) -> int:
+    """Depends on the width only: another number could be another order of sums."""
+    return min(16, max(1, block // 512))

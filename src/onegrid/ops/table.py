@@ -1,0 +1,208 @@
+"""Every implementation of every operation that both sides call, with what it promises, where, and for which shapes.
+
+The definition is plain PyTorch. Another implementation has the same signature and one of three promises:
+
+    bits   the bytes of the definition, on one kind of device
+    rows   a row's bytes do not depend on the other rows, but they are not the definition's: both sides must use it
+    bound  within a derived bound of exact results, nothing more
+
+`kernels_for` picks once, at start-up, by device and by the shapes of a model; what it picked is a value that both
+sides are given, and its names go into the record of a run. Nothing is chosen inside an operation.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from onegrid.errors import CapabilityError, ConfigError
+from onegrid.ops import chains
+from onegrid.ops.activation import swiglu
+from onegrid.ops.norm import rms_norm
+from onegrid.ops.packed_attention import Segments, packed_attention, triton_packed_attention
+
+CHOICES = ("auto", "plain", "triton")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Implementation:
+    """One row of the table."""
+
+    operation: str
+    name: str
+    promise: Literal["definition", "bits", "rows", "bound"]
+    devices: str
+    shapes: str
+    where: str
+    """Module and function below `onegrid.ops`."""
+
+
+TABLE = (
+    Implementation(
+        operation="norm", name="plain", promise="definition", devices="all", shapes="all", where="norm.rms_norm"
+    ),
+    Implementation(
+        operation="norm",
+        name="triton",
+        promise="rows",
+        devices="CUDA",
+        shapes="width up to 65,536",
+        where="chains.triton_norm",
+    ),
+    Implementation(
+        operation="residual and norm",
+        name="plain",
+        promise="definition",
+        devices="all",
+        shapes="all",
+        where="chains.residual_norm",
+    ),
+    Implementation(
+        operation="residual and norm",
+        name="triton",
+        promise="rows",
+        devices="CUDA",
+        shapes="width up to 65,536",
+        where="chains.triton_residual_norm",
+    ),
+    Implementation(
+        operation="head norm and rotation",
+        name="plain",
+        promise="definition",
+        devices="all",
+        shapes="all",
+        where="chains.heads",
+    ),
+    Implementation(
+        operation="head norm and rotation",
+        name="triton",
+        promise="rows",
+        devices="CUDA",
+        shapes="head width 16, 32, 64, 128, 256",
+        where="chains.triton_heads",
+    ),
+    Implementation(
+        operation="swiglu", name="plain", promise="definition", devices="all", shapes="all", where="activation.swiglu"
+    ),
+    Implementation(
+        operation="swiglu",
+        name="triton",
+        promise="bits",
+        devices="CUDA",
+        shapes="all",
+        where="chains.triton_swiglu",
+    ),
+    Implementation(
+        operation="packed attention",
+        name="plain",
+        promise="definition",
+        devices="all",
+        shapes="all",
+        where="packed_attention.packed_attention",
+    ),
+    Implementation(
+        operation="packed attention",
+        name="triton",
+        promise="rows",
+        devices="CUDA, compute capability 8.0 and up",
+        shapes="head width 16, 32, 64, 128, 256",
+        where="packed_attention.triton_packed_attention",
+    ),
+    Implementation(
+        operation="decode attention",
+        name="plain",
+        promise="definition",
+        devices="all",
+        shapes="all",
+        where="attention.attention",
+    ),
+    Implementation(
+        operation="decode attention",
+        name="triton",
+        promise="rows",
+        devices="CUDA, compute capability 8.0 and up",
+        shapes="head width 16, 32, 64, 128, 256",
+        where="attention_triton.decode",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernels:
+    """The implementations that one policy runs on, learner and sampler alike."""
+
+    name: str
+    norm: Callable[[Tensor, Tensor, float], Tensor]
+    residual_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    heads: Callable[..., tuple[Tensor, Tensor]]
+    swiglu: Callable[[Tensor, Tensor], Tensor]
+    packed_attention: Callable[[Tensor, Tensor, Tensor, Segments], Tensor]
+    why: str = ""
+    """Why "auto" did not take a faster one."""
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether a decode step of these never waits for the device."""
+        return self.name == "triton"
+
+
+PLAIN = Kernels(
+    name="plain",
+    norm=rms_norm,
+    residual_norm=chains.residual_norm,
+    heads=chains.heads,
+    swiglu=swiglu,
+    packed_attention=packed_attention,
+)
+
+TRITON = Kernels(
+    name="triton",
+    norm=chains.triton_norm,
+    residual_norm=chains.triton_residual_norm,
+    heads=chains.triton_heads,
+    swiglu=chains.triton_swiglu,
+    packed_attention=triton_packed_attention,
+)
+
+
+def kernels_for(
+    device: torch.device | str, *, num_heads: int, num_groups: int, head_dim: int, choice: str = "auto"
+) -> Kernels:
+    """The kernels of a model with these heads on `device`.
+
+    choice  "plain", "triton", or "auto": Triton where it covers device and shapes, else plain, with one warning on a
+            GPU that says why
+    Raises ConfigError for another choice, CapabilityError where "triton" is asked for and does not cover.
+    """
+    if choice not in CHOICES:
+        raise ConfigError(f"kernels is {choice!r}; allowed are {', '.join(CHOICES)}")
+    device = torch.device(device)
+    if choice == "plain" or (choice == "auto" and device.type != "cuda"):
+        return PLAIN
+    missing = _uncovered(device, num_heads, num_groups, head_dim)
+    if not missing:
+        return TRITON
+    if choice == "triton":
+        raise CapabilityError(f'kernels = "triton": {missing}; use "plain" or "auto"')
+    warnings.warn(f"plain PyTorch instead of Triton kernels, correct but slow: {missing}", stacklevel=2)
+    return PLAIN
+
+
+def _uncovered(device: torch.device, num_heads: int, num_groups: int, head_dim: int) -> str:
+    if device.type != "cuda":
+        return f"they need an NVIDIA GPU, the device is {device}"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} has no BF16 matrix unit"
+    from onegrid.ops.attention_triton import WIDTHS
+
+    if head_dim not in WIDTHS or num_heads % num_groups:
+        return f"{num_heads} heads over {num_groups} of {head_dim}; widths {WIDTHS} are covered"
+    return ""
