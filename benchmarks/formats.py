@@ -64,10 +64,8 @@ def _line(name: str, what: str, function: Callable, x: torch.Tensor, copy_second
     same = [digest(part) for part in fast(x, quantizer)] == [digest(part) for part in function(x, quantizer)]
     compiled = seconds(lambda: fast(x, quantizer), x.device)
     speed = x.numel() / compiled / 1e6
-    print(
-        f"{start} {speed:13.0f} {copy_seconds / compiled:10.2f} {eager / compiled:9.1f}  {'same' if same else 'DIFFER'}",
-        flush=True,
-    )
+    told = "same" if same else "DIFFER"
+    print(f"{start} {speed:13.0f} {copy_seconds / compiled:10.2f} {eager / compiled:9.1f}  {told}", flush=True)
 
 
 def seconds(function: Callable[[], object], device: torch.device, calls: int = 30) -> float:

@@ -66,8 +66,8 @@ def round_magnitude_(magnitude: Tensor, fmt: Format) -> Tensor:
     magnitude  FP32 >= 0 of any shape. Inf gives the maximum; NaN stays NaN, also where the format has none.
     Source: `cvt.rn.satfinite` of the PTX manual.
     """
-    # Adding the power of two 23 - mantissa_bits above a value's exponent leaves exactly the element's mantissa bits, and
-    # the FP32 adder rounds them. The clamp also keeps an earlier product apart from this sum: no multiply-add.
+    # Adding the power of two 23 - mantissa_bits above a value's exponent leaves exactly the element's mantissa bits,
+    # and the FP32 adder rounds them. The clamp also keeps an earlier product apart from this sum: no multiply-add.
     magnitude = magnitude.clamp_(max=fmt.max)
     smallest_anchor = 2.0 ** (fmt.min_exponent + 23 - fmt.mantissa_bits)
     anchor = (magnitude.view(torch.int32) & 0x7F800000).view(torch.float32)
