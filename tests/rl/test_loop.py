@@ -133,6 +133,18 @@ def test_an_update_that_is_lost_while_it_reports_success_stops_the_run(tmp_path,
     assert (incident["check"], incident["condition"], incident["step"]) == ("sync", "C7", 2)
 
 
+def test_an_interrupted_run_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    path = write_tiny_run(tmp_path)
+
+    def interrupted(self, at, values):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop.Record, "metrics", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(path, tmp_path / "run")
+    assert f"--resume --run-dir {tmp_path / 'run'}" in capsys.readouterr().out.replace("\n", " ")
+
+
 def test_rewards_that_never_differ_end_the_run_with_a_message(tmp_path):
     path = write_tiny_run(tmp_path)
     with pytest.raises(TaskError, match=r"for 2 steps no group had rewards that differ"):

@@ -22,7 +22,7 @@ def run(tensor: str | None) -> None:
     """
     x = _example() if tensor is None else _read(tensor)
     what = "a 512 x 512 matrix of normal random numbers" if tensor is None else f"{tensor} {tuple(x.shape)}"
-    rows = [HEADER]
+    rows: list[tuple[str, ...]] = [HEADER]
     for row in format_errors(x):
         error = f"{row.relative_error:.3e}" if math.isfinite(row.relative_error) else "not finite"
         span = f"{row.smallest:.3g} .. {row.largest:g}"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from onegrid.errors import CheckpointError, ConfigError, TaskError
 from onegrid.learner.learner import Learner
-from onegrid.mismatch.metrics import compare
+from onegrid.mismatch.metrics import compare, mirror_rollout_corr
 from onegrid.model.canonical import Snapshot
 from onegrid.rl import checkpoint
 from onegrid.rl.advantage import advantages_of
@@ -115,6 +115,7 @@ def train(
                 report = learner.forward_backward(batch, reference_logp=reference_logp, **old)
             sequences = batch.sequences
             apart = compare(report.logp, [s.sampler_logp_R for s in sequences], [s.mask_R for s in sequences])
+            apart |= mirror_rollout_corr(apart)
             guards = one_policy(apart, batch, version=learner.version, exact=exact)
             with clock("update"):
                 updated = learner.step()
