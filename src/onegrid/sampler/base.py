@@ -44,6 +44,8 @@ class Live:
     """Name of the implementation that reads it."""
     layout: str
     """How the kernel's operand is stored."""
+    activation: str | None = None
+    """Quantizer that is applied to the kernel's input, "bf16" for none; None where the sampler cannot tell."""
 
 
 @runtime_checkable

@@ -14,7 +14,10 @@ from torch import Tensor
 
 from onegrid.model.spec import ModelSpec
 from onegrid.ops.attention import attention
+from onegrid.ops.grouped import take
+from onegrid.ops.packed_attention import Segments
 from onegrid.ops.pins import CHUNK, round_up
+from onegrid.ops.table import PLAIN, Kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,10 @@ class PrefixStore:
             (_, old), _ = self._prefixes.popitem(last=False)
             self._num_tokens -= len(old)
 
+    def versions(self) -> set[int]:
+        """Of the weights that made what is kept."""
+        return {version for version, _ in self._prefixes}
+
     def clear(self) -> None:
         """Drops everything."""
         self._prefixes.clear()
@@ -103,18 +110,22 @@ class Cache:
 class DecodeAttend:
     """Attention of one new token per slot: row n of the decoder is slot n, at position position_N[n].
 
-    longest  one more than the largest position
+    longest  one more than the largest position, or None where nobody may wait to know it: the whole slot is then the
+             limit (kernels that stop at each row's own position do not mind)
     """
 
-    def __init__(self, cache: Cache, position_N: Tensor, longest: int) -> None:
-        self.cache = cache
+    def __init__(self, cache: Cache, position_N: Tensor, longest: int | None, kernels: Kernels = PLAIN) -> None:
+        self.cache, self.kernels = cache, kernels
         self.position_N = position_N
         self.row_N = torch.arange(len(position_N), device=position_N.device)
-        self.num_keys = round_up(longest, CHUNK)
+        num_positions = cache.keys[0].shape[2]
+        self.num_keys = num_positions if longest is None else min(num_positions, round_up(longest, CHUNK))
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
         """Writes k and v into the cache and attends over it."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
+        if self.kernels.slots is not None:
+            return self.kernels.slots(q_NHD, k_NGD, v_NGD, keys, values, self.position_N)
         keys[self.row_N, :, self.position_N] = k_NGD
         values[self.row_N, :, self.position_N] = v_NGD
         k_NSGD, v_NSGD = (x[: len(q_NHD), :, : self.num_keys].transpose(1, 2) for x in (keys, values))
@@ -123,28 +134,23 @@ class DecodeAttend:
 
 
 class PrefillAttend:
-    """Attention of whole prompts: their tokens are packed as rows for the linears, right-padded to a rectangle here.
+    """Attention of whole prompts, whose tokens are packed as rows.
 
-    row_N, column_N  prompt and position of each row
-    Keys and values of every layer stay in `keys`, `values` ([B, T, G, D] each) for the caller.
+    Keys and values of every layer stay in `keys`, `values` ([B, T, G, D] each, right-padded) for the caller.
     """
 
-    def __init__(self, row_N: Tensor, column_N: Tensor, *, num_prompts: int, longest: int) -> None:
-        self.row_N, self.column_N = row_N, column_N
-        self.shape = (num_prompts, longest)
-        self.start_B = torch.zeros(num_prompts, dtype=torch.int64, device=row_N.device)
+    def __init__(self, segments: Segments, kernels: Kernels = PLAIN) -> None:
+        self.segments, self.kernels = segments, kernels
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
         """Attends within each prompt."""
         assert layer == len(self.keys)
-        q, k, v = (self._rectangle(x) for x in (q_NHD, k_NGD, v_NGD))
-        self.keys.append(k)
-        self.values.append(v)
-        return attention(q, k, v, self.start_B)[self.row_N, self.column_N]
+        self.keys.append(self._rectangle(k_NGD))
+        self.values.append(self._rectangle(v_NGD))
+        return self.kernels.packed_attention(q_NHD, k_NGD, v_NGD, self.segments)
 
-    def _rectangle(self, x_NHD: Tensor) -> Tensor:
-        out = x_NHD.new_zeros(*self.shape, *x_NHD.shape[1:])
-        out[self.row_N, self.column_N] = x_NHD
-        return out
+    def _rectangle(self, x_NGD: Tensor) -> Tensor:
+        rectangle = self.segments.rectangle
+        return take(x_NGD, rectangle.source).unflatten(0, (rectangle.num_experts, rectangle.capacity))

@@ -19,6 +19,7 @@ from onegrid.model.decoder import head_name
 from onegrid.model.live import LiveWeights
 from onegrid.model.rope import rope_table
 from onegrid.model.stacks import is_stack, stack_key
+from onegrid.ops.linear import matmul
 from onegrid.ops.logprob import log_probs
 from onegrid.sampler.base import Capabilities, Live
 from onegrid.sampler.cache import Cache, PrefixStore
@@ -151,6 +152,23 @@ class Engine:
         """Every canonical tensor, from its live storage."""
         return {name: self._describe(name) for name in self.weights.names()}
 
+    @torch.no_grad()
+    def multiply(self, key: str, x: Tensor) -> Tensor:
+        """What the live kernel of one linear makes of `x` BF16 [..., M, K]: BF16 [..., M, N], for a check.
+
+        key  of `model.stacks`; that of stacked experts takes and gives one matrix for each of them
+        """
+        weights = self.weights
+        return matmul(weights.input_operand(key, x, None), weights.operands[key], bias_N=weights.bias(key))
+
+    def cached_versions(self) -> set[int]:
+        """Versions of the weights that made what is cached."""
+        return self.prefixes.versions()
+
+    def stored(self, name: str) -> dict[str, Tensor]:
+        """See `Intake.stored`."""
+        return self.intake.stored(name)
+
     def begin(self, manifest: Manifest) -> None:
         """See `Intake.begin`."""
         self.intake.begin(manifest)
@@ -211,6 +229,7 @@ class Engine:
             shape=tuple(canonical.shape),
             kernel="read as is" if operand is None else f"{operand.kind} matmul of {operand.values.dtype} values",
             layout=place if operand is None else f"{place}, values {tuple(operand.values.stride())}",
+            activation=str(self.weights.activation[key] or "bf16"),
         )
 
     def _check(self, request: Request) -> None:

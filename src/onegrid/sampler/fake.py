@@ -137,6 +137,14 @@ class FakeSampler:
         score_V = self._score(self.graph if captured else self.store.operands)
         return [log_probs(self._logits(score_V, prompt)[None], 1.0)[0] for prompt in prompts]
 
+    def cached_versions(self) -> set[int]:
+        """Versions of the weights that made what is cached; -1 for one that nobody knows."""
+        return {-1 if version is None else version for version, _ in self.prefixes}
+
+    def stored(self, name: str) -> dict[str, Tensor]:
+        """See `Intake.stored`."""
+        return self.intake.stored(name)
+
     def begin(self, manifest: Manifest) -> None:
         """See `Intake.begin`."""
         self.intake.begin(manifest)

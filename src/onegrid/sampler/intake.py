@@ -71,6 +71,7 @@ class Intake:
         self._broken = ""
         self._coverage: dict[tuple[str, str], Coverage] = {}
         self._undo: tuple[int | None, dict[str, int]] | None = None
+        self._refused = False
 
     def begin(self, manifest: Manifest) -> None:
         """Opens a transaction. What was staged and never committed, and the way back from the last commit, are lost.
@@ -104,7 +105,7 @@ class Intake:
             for name, entry in manifest.entries.items()
             for part, x in entry.parts.items()
         }
-        self._opened = manifest
+        self._opened, self._refused = manifest, False
 
     def receive(self, bucket: Bucket) -> None:
         """Stages a bucket. SyncError C5 for pieces out of place; the transaction can then only be aborted."""
@@ -171,6 +172,12 @@ class Intake:
         """Called when the version has served: a later abort no longer undoes its commit."""
         self._undo = None
 
+    def stored(self, name: str) -> dict[str, Tensor]:
+        """Bytes by part of the version that came last: live, or where it was refused, what was put aside of it."""
+        if self._refused and self._staged is not None:
+            return self._staged[name]
+        return self.store.parts(name)
+
     def digest(self, names: Iterable[str]) -> dict[str, int]:
         """Digests from live storage. SyncError C5 for a name that is not there, C3 for a stale operand."""
         names, known = list(names), set(self.store.names())
@@ -221,6 +228,7 @@ class Intake:
     def _restore(self, before: tuple[int | None, dict[str, int]], cause: BaseException | None) -> None:
         """Puts the version `before` back, byte for byte, or leaves nothing serving."""
         self._close()
+        self._refused = True
         self.version, self.digests = before
         self.serving = False
         try:
