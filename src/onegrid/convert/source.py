@@ -53,7 +53,12 @@ class Weight:
     global_scale: Part | None = None
     sense: str = "multiplier"
     inputs: tuple[str, ...] = ()
-    """Keys of static input scales, which no plan here uses."""
+    """Keys of static input scales. Plans do not use them; a target layout with a place for one gets it."""
+
+    @property
+    def input_sense(self) -> str:
+        """ "divisor" for what compressed-tensors calls a global scale, else "multiplier"."""
+        return "divisor" if any(key.endswith("input_global_scale") for key in self.inputs) else "multiplier"
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -102,6 +107,14 @@ class Source:
         if num_bad:
             raise NonFiniteError(f"{name} has {num_bad} NaN or Inf among {out.numel()} numbers")
         return out
+
+    def read_input_scale(self, name: str) -> Tensor:
+        """The static input scale of a weight that has one, FP32 of shape (). WeightsError if not positive."""
+        key = self.weights[name].inputs[0]
+        number = self._part(Part(key)).float()
+        if number.numel() != 1 or not bool(number.isfinite().all()) or not bool((number > 0).all()):
+            raise WeightsError(f"{key} is {number.flatten()[:4].tolist()}; an input scale is one finite number above 0")
+        return number.reshape(())
 
     def stored_quantizers(self) -> dict[str, str | None]:
         """Canonical name -> quantizer the bytes are in. Reads the scales of FP8 blocks, no codes."""

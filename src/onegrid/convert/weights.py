@@ -16,6 +16,7 @@ from onegrid.convert.source import Source
 from onegrid.convert.stored import as_mxfp8, parts_on_disk, with_amax
 from onegrid.errors import NonFiniteError, WeightsError
 from onegrid.formats import QUANTIZERS, Quantizer, QuantTensor, quantize
+from onegrid.formats.casts import divide
 from onegrid.recipe import Plan
 from onegrid.recipe.kinds import fused_group
 
@@ -53,9 +54,9 @@ class Converter:
                     raise NonFiniteError(f"{name} has {num_bad} NaN or Inf among {stored.numel()} numbers")
             return {name: stored}
         stem = name.removesuffix(".weight")
-        return {
-            f"{stem}.{suffix}": part for suffix, part in parts_on_disk(self.quantized(name), self.rows[name]).items()
-        }
+        parts = parts_on_disk(self.quantized(name), self.rows[name])
+        parts |= self._input_scale(name, self.rows[name])
+        return {f"{stem}.{suffix}": part for suffix, part in parts.items()}
 
     def quantized(self, name: str) -> QuantTensor:
         """The weight in the plan's quantizer."""
@@ -72,6 +73,20 @@ class Converter:
                 f"{name} has {int(q.stats.overflow)} scales that {target} cannot decode to finite numbers"
             )
         return q
+
+    def _input_scale(self, name: str, row: Layout) -> dict[str, Tensor]:
+        """A static input scale that the source has, in the target's sense; {} leaves the 1.0 that stands there."""
+        weight = self.source.weights[name]
+        if row.input_scale is None or not weight.inputs:
+            return {}
+        scale = self.source.read_input_scale(name)
+        divides = row.method == "compressed-tensors"
+        if (weight.input_sense == "divisor") != divides:
+            scale = divide(1.0, scale)
+        ours, theirs = (QUANTIZERS[str(n)].has_amax for n in (self.plan[name].sampler_weight, weight.quantizer))
+        if ours != theirs:  # FP8 scales are amax / 448, those of NVFP4 amax / 2688
+            scale = scale * 6 if ours == divides else divide(scale, torch.full_like(scale, 6.0))
+        return {row.input_scale: scale.reshape((1,) if divides else ())}
 
     def _carried(self, name: str, target: Quantizer) -> QuantTensor | None:
         """The stored codes if they are on the target's grid already."""
