@@ -62,6 +62,61 @@ def formats(tensor: str | None) -> None:
 
 
 @app.command()
+@click.argument("source", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--recipe", required=True, help="A preset or a TOML file; bf16 converts back.")
+@click.option("--layout", type=click.Choice(["modelopt", "sglang", "compressed-tensors", "deepseek"]))
+@click.option("--shard-bytes", type=click.IntRange(min=1), default=5_000_000_000, help="A new file begins above it.")
+@click.option("--overwrite", is_flag=True, help="Replace a target that is not empty.")
+def convert(source: Path, target: Path, recipe: str, layout: str | None, shard_bytes: int, overwrite: bool) -> None:
+    """Convert the checkpoint SOURCE to the formats of a recipe, in a published layout, into the folder TARGET.
+
+    Run again after an interruption, it goes on with the same bytes.
+    """
+    from onegrid.cli.convert import run
+
+    run(source, target, recipe, layout=layout, shard_bytes=shard_bytes, overwrite=overwrite)
+
+
+@app.command()
+@click.argument("checkpoint", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--reference", type=click.Path(file_okay=False, path_type=Path), help="Print the error against it.")
+@click.option("--full", is_flag=True, help="A line for every tensor.")
+def inspect(checkpoint: Path, reference: Path | None, full: bool) -> None:
+    """Print what CHECKPOINT holds: formats, grids, exclusions, sizes, and the error against a reference."""
+    from onegrid.cli.inspect import run
+
+    run(checkpoint, reference=reference, full=full)
+
+
+@app.command()
+@click.argument("checkpoint", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--recipe", required=True, help="A preset or a TOML file.")
+@click.option("--engine", "engines", multiple=True, help="Only this reader, such as vllm-modelopt; may be repeated.")
+@click.option("--full", is_flag=True, help="A line for every tensor.")
+def audit(checkpoint: Path, recipe: str, engines: tuple[str, ...], full: bool) -> None:
+    """Say tensor by tensor where CHECKPOINT, as stored and as engines read it, departs from a recipe.
+
+    Exits with 1 if it does.
+    """
+    from onegrid.cli.audit import run
+
+    if run(checkpoint, recipe, engines=engines, full=full):
+        raise SystemExit(1)
+
+
+@app.command("import")
+@click.argument("source", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--shard-bytes", type=click.IntRange(min=1), default=5_000_000_000, help="A new file begins above it.")
+def import_(source: Path, target: Path, shard_bytes: int) -> None:
+    """Turn SOURCE (a .gguf file) into the folder TARGET: a BF16 checkpoint with its tokenizer and settings."""
+    from onegrid.cli.import_ import run
+
+    run(source, target, shard_bytes=shard_bytes)
+
+
+@app.command()
 def version() -> None:
     """Print the versions of onegrid and of what its results depend on."""
     from onegrid.cli.version import run

@@ -36,7 +36,7 @@ def plan_of(recipe: str | Path, model: Path, *, backward: str | None = None) -> 
         index = read_index(folder) if has_weights else tensor_shapes(ModelSpec.from_hf_config(config))
     except SpecError as error:
         raise WeightsError(f"{model} has no weights, and its config alone is not enough: {error}") from error
-    return resolve(_read_recipe(recipe), config, index, backward=backward)
+    return resolve(read_recipe(recipe), config, index, backward=backward)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -51,7 +51,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _read_recipe(recipe: str | Path) -> Recipe:
+def read_recipe(recipe: str | Path) -> Recipe:
+    """The recipe of a preset's name, or of the [recipe] table of a TOML file."""
     path = Path(recipe)
     if path.suffix != ".toml":
         return preset(str(recipe))
