@@ -150,6 +150,7 @@ def test_case_M10_a_sequence_keeps_its_log_probs_alone_packed_and_padded(padding
     from onegrid.learner.packing import attend_packed, pack
     from onegrid.model.decoder import Rows, decode_rows, head_name
     from onegrid.ops.logprob import token_logp
+    from onegrid.ops.packed_attention import segments_of
 
     learner, batch = learner_of("moe", "mxfp8"), batch_of(5)
     want = learner.log_probs(batch)
@@ -158,16 +159,9 @@ def test_case_M10_a_sequence_keeps_its_log_probs_alone_packed_and_padded(padding
         packed = pack([sequence], align=1)
         left = [torch.nn.functional.pad(t, (padding, 3 - padding)) for t in dataclasses.astuple(packed.rows)]
         rows = Rows(tokens_N=left[0], positions_N=left[1], mask_N=left[2])
-        rectangle = dataclasses.replace(
-            packed.rectangle,
-            place_NK=torch.nn.functional.pad(
-                packed.rectangle.place_NK, (0, 0, padding, 3 - padding), value=packed.rectangle.capacity
-            ),
-            source=packed.rectangle.source + padding,
-            pair=packed.rectangle.pair + padding,
-        )
+        segments = segments_of([padding], [packed.segments.longest], len(rows.tokens_N), "cpu")
         learner.forward([sequence], 1.0)  # lays out the rotary table
-        hidden = decode_rows(learner.spec, learner.live, rows, attend_packed(rectangle), rope=learner.rope)
+        hidden = decode_rows(learner.spec, learner.live, rows, attend_packed(segments), rope=learner.rope)
         logp, _ = token_logp(
             hidden[packed.predict_P + padding],
             learner.live.tensor(head_name(learner.spec)),

@@ -87,6 +87,7 @@ class Learner:
         loss: LossConfig | None = None,
         device: torch.device | str = "cpu",
         version: int = 0,
+        kernels: str = "auto",
     ) -> None:
         pin(device)
         self.spec, self.plan, self.config = spec, plan, config
@@ -96,7 +97,7 @@ class Learner:
         self.num_updates = 0
         self.keys = stacks(spec)
         self.masters = {key: t.requires_grad_() for key, t in _gather(spec, self.keys, weights, self.device).items()}
-        self.live = LiveWeights(spec, plan, side="learner", device=self.device)
+        self.live = LiveWeights(spec, plan, side="learner", device=self.device, kernels=kernels)
         self.live.derive()
         self.grad_weights = GradWeights(self.live, self.masters)
         self.align = _alignment(plan)
@@ -153,10 +154,11 @@ class Learner:
             self.spec,
             self.grad_weights,
             packed.rows,
-            attend_packed(packed.rectangle),
+            attend_packed(packed.segments, self.live.kernels),
             rope=self.rope,
             kv_grid=self.kv_grid,
             recompute=self.config.recompute,
+            kernels=self.live.kernels,
         )
         kept = _kept(sequences, self.device)
         logp, entropy = token_logp(

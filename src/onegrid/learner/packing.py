@@ -1,4 +1,4 @@
-"""Sequences to rows: micro-batches by tokens, block-aligned starts, and the rectangle that attention works on."""
+"""Sequences to rows: micro-batches by tokens, block-aligned starts, and where each sequence lies for attention."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from onegrid.model.decoder import Attend, Rows
-from onegrid.ops.attention import attention
-from onegrid.ops.grouped import Dispatch, Gather, Scatter
+from onegrid.ops.packed_attention import Segments, segments_of
 from onegrid.ops.pins import round_up
+from onegrid.ops.table import PLAIN, Kernels
 from onegrid.types import Sequence
 
 
@@ -37,8 +37,8 @@ class Packed:
     """Sequences of one micro-batch as rows. The last token of each is only predicted, never read."""
 
     rows: Rows
-    rectangle: Dispatch
-    """Row to (sequence, position) and back, in the form of a dispatch with one slot."""
+    segments: Segments
+    """Where each sequence lies."""
     predict_P: Tensor
     """int64: row whose hidden state predicts each response token, all sequences in order."""
     target_P: Tensor
@@ -54,35 +54,27 @@ def pack(sequences: Items[Sequence], *, align: int, device: torch.device | str =
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + round_up(length, align))
-    num_rows, width = starts[-1], max(lengths, default=0)
+    num_rows = starts[-1]
     tokens, positions = torch.zeros(num_rows, dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int64)
     mask = torch.zeros(num_rows, dtype=torch.bool)
-    place = torch.full((num_rows,), len(lengths) * width, dtype=torch.int64)
-    source = torch.full((len(lengths) * width,), num_rows, dtype=torch.int64)
     predict, target = [], []
-    for index, (sequence, start, length) in enumerate(zip(sequences, starts, lengths, strict=False)):
+    for sequence, start, length in zip(sequences, starts, lengths, strict=False):
         at, arange = slice(start, start + length), torch.arange(length)
         tokens[at], positions[at], mask[at] = sequence.tokens_T[:-1].cpu(), arange, True
-        place[at] = index * width + arange
-        source[index * width : index * width + length] = start + arange
         predict.append(torch.arange(start + sequence.num_prompt - 1, start + length))
         target.append(sequence.tokens_T[sequence.num_prompt :].cpu())
-    rectangle = Dispatch(place[:, None].to(device), source.to(device), source.to(device), len(lengths), width)
     return Packed(
         rows=Rows(tokens_N=tokens.to(device), positions_N=positions.to(device), mask_N=mask.to(device)),
-        rectangle=rectangle,
+        segments=segments_of(starts[:-1], lengths, num_rows, device),
         predict_P=torch.cat(predict).to(device),
         target_P=torch.cat(target).to(device),
     )
 
 
-def attend_packed(rectangle: Dispatch) -> Attend:
+def attend_packed(segments: Segments, kernels: Kernels = PLAIN) -> Attend:
     """Attention of a packed micro-batch: every sequence sees its own keys from position 0."""
 
     def attend(layer: int, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
-        start_B = torch.zeros(rectangle.num_experts, dtype=torch.int64, device=q_NHD.device)
-        q, k, v = (Scatter.apply(t.flatten(1), rectangle).unflatten(-1, t.shape[1:]) for t in (q_NHD, k_NGD, v_NGD))
-        out = attention(q, k, v, start_B)
-        return Gather.apply(out.flatten(2), rectangle)[:, 0].unflatten(-1, q_NHD.shape[1:])
+        return kernels.packed_attention(q_NHD, k_NGD, v_NGD, segments)
 
     return attend

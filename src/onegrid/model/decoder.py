@@ -17,9 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from onegrid.model.moe import mlp, moe_block
 from onegrid.model.spec import ModelSpec
 from onegrid.ops.grouped import Dispatch
-from onegrid.ops.norm import rms_norm
 from onegrid.ops.pins import TILE, round_up
-from onegrid.ops.rotary import rotate
+from onegrid.ops.table import PLAIN, Kernels
 
 
 class Weights(Protocol):
@@ -49,8 +48,8 @@ class Rows:
     """int64; padding rows hold any valid id."""
     positions_N: Tensor
     """int64, position of each token in its own sequence."""
-    mask_N: Tensor
-    """bool, False for padding rows; their activations are exactly zero throughout."""
+    mask_N: Tensor | None
+    """bool, False for padding rows; their activations are exactly zero throughout. None: every row is a token."""
 
 
 def decode_rows(
@@ -63,6 +62,7 @@ def decode_rows(
     routes: list[Tensor] | None = None,
     kv_grid: Callable[[Tensor], Tensor] | None = None,
     recompute: bool = False,
+    kernels: Kernels = PLAIN,
 ) -> Tensor:
     """Hidden states after the final norm, BF16 [N, D].
 
@@ -70,40 +70,51 @@ def decode_rows(
     routes     gets one int16 [N, top_k] tensor a mixture-of-experts layer, appended in layer order
     kv_grid    rounds keys and values to the grid of a quantized cache, on both sides alike
     recompute  drops each layer's activations and computes them again in the backward pass
+    kernels    implementations of what lies between the matmuls; the other side must have the same
     A row's result does not depend on the other rows; their number is padded to a multiple of TILE inside.
     """
     num_rows = rows.tokens_N.shape[0]
     padding = max(TILE, round_up(num_rows, TILE)) - num_rows
-    tokens, positions, mask = (
-        torch.nn.functional.pad(t, (0, padding)) for t in (rows.tokens_N, rows.positions_N, rows.mask_N)
-    )
-    cos_ND, sin_ND = rope[0][positions], rope[1][positions]
+    tokens, positions = (_padded(t, padding) for t in (rows.tokens_N, rows.positions_N))
+    mask = rows.mask_N
+    if padding or mask is not None:
+        mask = _padded(torch.ones_like(rows.tokens_N, dtype=torch.bool) if mask is None else mask, padding)
     x = torch.nn.functional.embedding(tokens, weights.tensor("model.embed_tokens.weight")).to(torch.bfloat16)
-    x = x.masked_fill(~mask[:, None], 0.0)
+    x = _masked(x, mask)
 
-    def block(layer: int, x_ND: Tensor) -> Tensor:
-        """One layer, attention and MLP, with their residuals."""
+    def block(layer: int, x_ND: Tensor, y_ND: Tensor | None) -> tuple[Tensor, Tensor]:
+        """One layer: the residual after attention, and what the MLP adds to it, from the same two of the layer below.
+
+        The sum is left to the next norm, which reads it anyway.
+        """
         at = f"model.layers.{layer}"
-        h = rms_norm(x_ND, weights.tensor(f"{at}.input_layernorm.weight"), spec.rms_eps)
-        q, k, v = _attention_inputs(spec, weights, f"{at}.self_attn", h, cos_ND, sin_ND)
+        norm = weights.tensor(f"{at}.input_layernorm.weight")
+        if y_ND is None:
+            h = kernels.norm(x_ND, norm, spec.rms_eps)
+        else:
+            x_ND, h = kernels.residual_norm(x_ND, y_ND, norm, spec.rms_eps)
+        q, k, v = _attention_inputs(spec, weights, f"{at}.self_attn", h, rope, positions, kernels)
         if kv_grid is not None:
             k, v = kv_grid(k), kv_grid(v)
         out = attend(layer, q[:num_rows], k[:num_rows], v[:num_rows])
-        out = torch.nn.functional.pad(out.flatten(1), (0, 0, 0, padding)).masked_fill(~mask[:, None], 0.0)
-        x_ND = x_ND + weights.linear((f"{at}.self_attn.o_proj.weight",), out)[0].masked_fill(~mask[:, None], 0.0)
-        h = rms_norm(x_ND, weights.tensor(f"{at}.post_attention_layernorm.weight"), spec.rms_eps)
+        out = _masked(_padded(out.flatten(1), padding), mask)
+        y_ND = _masked(weights.linear((f"{at}.self_attn.o_proj.weight",), out)[0], mask)
+        norm = weights.tensor(f"{at}.post_attention_layernorm.weight")
+        x_ND, h = kernels.residual_norm(x_ND, y_ND, norm, spec.rms_eps)
         if layer in spec.moe_layers:
-            return x_ND + moe_block(spec, weights, f"{at}.mlp", h, mask, routes)
-        return x_ND + mlp(weights, f"{at}.mlp", h)
+            return x_ND, moe_block(spec, weights, f"{at}.mlp", h, mask, routes, kernels)
+        return x_ND, mlp(weights, f"{at}.mlp", h, kernels)
 
+    y: Tensor | None = None
     for layer in range(spec.num_layers):
         if recompute and torch.is_grad_enabled():
-            x = checkpoint(block, layer, x, use_reentrant=False)
+            x, y = checkpoint(block, layer, x, y, use_reentrant=False)
         else:
-            x = block(layer, x)
+            x, y = block(layer, x, y)
     if routes is not None:
         routes[:] = [route_NK[:num_rows] for route_NK in routes]
-    return rms_norm(x, weights.tensor("model.norm.weight"), spec.rms_eps)[:num_rows]
+    assert y is not None
+    return kernels.residual_norm(x, y, weights.tensor("model.norm.weight"), spec.rms_eps)[1][:num_rows]
 
 
 def head_name(spec: ModelSpec) -> str:
@@ -112,12 +123,27 @@ def head_name(spec: ModelSpec) -> str:
 
 
 def _attention_inputs(
-    spec: ModelSpec, weights: Weights, at: str, h_ND: Tensor, cos_ND: Tensor, sin_ND: Tensor
+    spec: ModelSpec,
+    weights: Weights,
+    at: str,
+    h_ND: Tensor,
+    rope: tuple[Tensor, Tensor],
+    positions_N: Tensor,
+    kernels: Kernels,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q [N, H, D], k and v [N, G, D]: projections, head norms, rotation."""
     q, k, v = weights.linear(tuple(f"{at}.{name}_proj.weight" for name in "qkv"), h_ND)
     q, k, v = (t.view(len(t), -1, spec.head_dim) for t in (q, k, v))
-    if spec.qk_norm:
-        q = rms_norm(q, weights.tensor(f"{at}.q_norm.weight"), spec.rms_eps)
-        k = rms_norm(k, weights.tensor(f"{at}.k_norm.weight"), spec.rms_eps)
-    return rotate(q, cos_ND, sin_ND), rotate(k, cos_ND, sin_ND), v
+    norms = [weights.tensor(f"{at}.{name}_norm.weight") if spec.qk_norm else None for name in "qk"]
+    q, k = kernels.heads(q, k, norms[0], norms[1], spec.rms_eps, rope, positions_N)
+    return q, k, v
+
+
+def _padded(x: Tensor, padding: int) -> Tensor:
+    """`padding` zero rows at the end."""
+    return torch.nn.functional.pad(x, (0,) * (2 * x.dim() - 1) + (padding,)) if padding else x
+
+
+def _masked(x_ND: Tensor, mask_N: Tensor | None) -> Tensor:
+    """Zero rows where the mask is False."""
+    return x_ND if mask_N is None else x_ND.masked_fill(~mask_N[:, None], 0.0)

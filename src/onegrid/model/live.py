@@ -20,22 +20,30 @@ from onegrid.model.stacks import is_stack, stack_key, stacks
 from onegrid.ops.grouped import Dispatch, take
 from onegrid.ops.linear import matmul
 from onegrid.ops.operand import Operand, compute_dtype, operand, operand_of
+from onegrid.ops.table import kernels_for
 from onegrid.recipe import Plan
 
 
 class LiveWeights:
     """All tensors of a model on one side of a plan, with the linear of the side that has no gradients.
 
-    side  "learner" or "sampler": whose quantizers of the plan to use
+    side     "learner" or "sampler": whose quantizers of the plan to use
+    kernels  see `ops.table.kernels_for`; the other side must have the same
     Starts as zeros; nothing may be computed before the first `derive`.
     """
 
-    def __init__(self, spec: ModelSpec, plan: Plan, *, side: str, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, spec: ModelSpec, plan: Plan, *, side: str, device: torch.device | str = "cpu", kernels: str = "auto"
+    ) -> None:
         self.spec, self.plan, self.side = spec, plan, side
         self.device = torch.device(device)
+        self.kernels = kernels_for(
+            device, num_heads=spec.num_heads, num_groups=spec.num_kv_heads, head_dim=spec.head_dim, choice=kernels
+        )
         self.keys = stacks(spec)
         self.held: dict[str, Canonical] = {}
         self.operands: dict[str, Operand] = {}
+        self.joined: dict[tuple[str, ...], Operand] = {}
         self.activation = {key: self._quantizer(key, "activation") for key in self.keys}
         shapes = tensor_shapes(spec)
         for key, names in self.keys.items():
@@ -117,6 +125,29 @@ class LiveWeights:
             else:
                 for have, want in zip(_tensors(old), _tensors(new), strict=True):
                     have.copy_(want)
+        if self.device.type == "cuda" and not self.joined:
+            self._join()
+
+    def _join(self) -> None:
+        """Lays operands that read the same activations one after another, so that one matmul reads them all.
+
+        A column's sum does not know its neighbours, so the bytes stay. Members become views of the joined storage.
+        """
+        for keys in joinable(self.spec):
+            parts = [self.operands[key] for key in keys if key in self.operands]
+            if len(parts) < len(keys) or len({(p.kind, p.row is None, p.block is None) for p in parts}) > 1:
+                continue
+            values = torch.cat([p.values for p in parts])
+            row = None if parts[0].row is None else torch.cat([_given(p.row) for p in parts])
+            block = None if parts[0].block is None else torch.cat([_given(p.block) for p in parts])
+            self.joined[keys] = Operand(values, parts[0].kind, row, block)
+            start = 0
+            for key, part in zip(keys, parts, strict=True):
+                at = slice(start, start + len(part.values))
+                self.operands[key] = Operand(
+                    values[at], part.kind, None if row is None else row[at], None if block is None else block[at]
+                )
+                start = at.stop
 
     def _derived(self, key: str) -> Operand | None:
         """What a matmul reads of `key`; None for vectors, which are read as they are."""
@@ -162,7 +193,15 @@ class LiveWeights:
     def linear(self, keys: tuple[str, ...], x: Tensor, dispatch: Dispatch | None = None) -> list[Tensor]:
         """See `model.decoder.Weights`."""
         a = self.input_operand(keys[0], x, dispatch)
+        if keys in self.joined:
+            out = matmul(a, self.joined[keys], bias_N=self._joined_bias(keys))
+            return list(out.split([len(self.operands[key].values) for key in keys], dim=-1))
         return [matmul(a, self.operands[key], bias_N=self.bias(key)) for key in keys]
+
+    def _joined_bias(self, keys: tuple[str, ...]) -> Tensor | None:
+        biases = [b for key in keys if (b := self.bias(key)) is not None]
+        assert len(biases) in (0, len(keys))
+        return torch.cat(biases) if biases else None
 
     def bias(self, key: str) -> Tensor | None:
         """The bias of a linear, or None."""
@@ -193,6 +232,22 @@ def compute_bytes(spec: ModelSpec, device: torch.device | str = "cpu") -> int:
     """Bytes of the derived operands of all matrices of a model, for a memory estimate."""
     width = 4 if compute_dtype(torch.device(device)) == torch.float32 else 2
     return sum(width * torch.Size(shape).numel() for shape in tensor_shapes(spec).values() if len(shape) == 2)
+
+
+def joinable(spec: ModelSpec) -> list[tuple[str, ...]]:
+    """Dense linears that read the same activations, layer by layer: q, k, v; gate, up."""
+    groups = []
+    for layer in range(spec.num_layers):
+        at = f"model.layers.{layer}"
+        groups.append(tuple(f"{at}.self_attn.{name}_proj.weight" for name in "qkv"))
+        if layer not in spec.moe_layers:
+            groups.append(tuple(f"{at}.mlp.{name}_proj.weight" for name in ("gate", "up")))
+    return groups
+
+
+def _given(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x
 
 
 def _tensors(o: Operand) -> list[Tensor]:

@@ -8,21 +8,28 @@ import torch
 from torch import Tensor
 
 from onegrid.model.spec import ModelSpec
-from onegrid.ops.activation import sigmoid, swiglu
+from onegrid.ops.activation import sigmoid
 from onegrid.ops.grouped import Gather, combine, dispatch
 from onegrid.ops.pins import pad_rows
 from onegrid.ops.routing import route
+from onegrid.ops.table import PLAIN, Kernels
 
 if TYPE_CHECKING:
     from onegrid.model.decoder import Weights
 
 
 def moe_block(
-    spec: ModelSpec, weights: Weights, at: str, h_ND: Tensor, mask_N: Tensor, routes: list[Tensor] | None
+    spec: ModelSpec,
+    weights: Weights,
+    at: str,
+    h_ND: Tensor,
+    mask_N: Tensor | None,
+    routes: list[Tensor] | None,
+    kernels: Kernels = PLAIN,
 ) -> Tensor:
     """Routed experts plus, where the family has one, a gated shared expert; FP32 sum, one rounding to BF16.
 
-    h_ND    BF16, a multiple of TILE rows; rows where mask_N is False are zero and visit no expert
+    h_ND    BF16, a multiple of TILE rows; where mask_N is False they are zero and visit no expert (None: all are tokens)
     routes  gets the chosen experts, int16 [N, top_k]
     """
     expert_NK, weight_NK = route(
@@ -30,23 +37,25 @@ def moe_block(
     )
     if routes is not None:
         routes.append(expert_NK.to(torch.int16))
+    if mask_N is None:
+        mask_N = torch.ones(len(h_ND), dtype=torch.bool, device=h_ND.device)
     places = dispatch(expert_NK, mask_N, spec.num_experts)
     experts = f"{at}.experts"
     gate, up = weights.linear((f"{experts}.gate_proj.weight", f"{experts}.up_proj.weight"), h_ND, places)
-    out = weights.linear((f"{experts}.down_proj.weight",), swiglu(gate, up))[0]
+    out = weights.linear((f"{experts}.down_proj.weight",), kernels.swiglu(gate, up))[0]
     total = combine(Gather.apply(out, places), weight_NK)
     if spec.shared_expert_intermediate_size:
-        total = total + shared_expert(weights, at, h_ND)
+        total = total + shared_expert(weights, at, h_ND, kernels)
     return total.to(torch.bfloat16)
 
 
-def mlp(weights: Weights, at: str, h_ND: Tensor) -> Tensor:
+def mlp(weights: Weights, at: str, h_ND: Tensor, kernels: Kernels = PLAIN) -> Tensor:
     """down(silu(gate h) * up h), BF16."""
     gate, up = weights.linear((f"{at}.gate_proj.weight", f"{at}.up_proj.weight"), h_ND)
-    return weights.linear((f"{at}.down_proj.weight",), swiglu(gate, up))[0]
+    return weights.linear((f"{at}.down_proj.weight",), kernels.swiglu(gate, up))[0]
 
 
-def shared_expert(weights: Weights, at: str, h_ND: Tensor) -> Tensor:
+def shared_expert(weights: Weights, at: str, h_ND: Tensor, kernels: Kernels = PLAIN) -> Tensor:
     """sigmoid(gate h) times the shared MLP's output, FP32 [N, D]. Qwen2-MoE."""
     logit = pad_rows(h_ND.float()) @ weights.tensor(f"{at}.shared_expert_gate.weight").float().mT
-    return sigmoid(logit[: len(h_ND)]) * mlp(weights, f"{at}.shared_expert", h_ND).float()
+    return sigmoid(logit[: len(h_ND)]) * mlp(weights, f"{at}.shared_expert", h_ND, kernels).float()

@@ -78,3 +78,17 @@ class TritonPackedAttention(torch.autograd.Function):
 def triton_packed_attention(q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, segments: Segments) -> Tensor:
     """`packed_attention` on NVIDIA GPUs, differentiable."""
     return TritonPackedAttention.apply(q_NHD, k_NGD, v_NGD, segments)
+
+
+def triton_slots(
+    q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, keys_SGLD: Tensor, values_SGLD: Tensor, position_N: Tensor
+) -> Tensor:
+    """One new token per slot on NVIDIA GPUs: its key and value are written to the cache, then it attends. BF16.
+
+    keys_SGLD, values_SGLD  BF16 [slots, G, positions, D]; row n is slot n at position_N[n]
+    The bytes of `triton_packed_attention` for that position. Waits for nothing, so it can be captured.
+    """
+    from onegrid.ops import attention_triton, fused_triton
+
+    fused_triton.store(k_NGD, v_NGD, keys_SGLD, values_SGLD, position_N)
+    return attention_triton.decode(q_NHD, keys_SGLD, values_SGLD, position_N)

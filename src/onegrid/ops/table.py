@@ -25,7 +25,7 @@ from onegrid.errors import CapabilityError, ConfigError
 from onegrid.ops import chains
 from onegrid.ops.activation import swiglu
 from onegrid.ops.norm import rms_norm
-from onegrid.ops.packed_attention import Segments, packed_attention, triton_packed_attention
+from onegrid.ops.packed_attention import Segments, packed_attention, triton_packed_attention, triton_slots
 
 CHOICES = ("auto", "plain", "triton")
 
@@ -128,7 +128,7 @@ TABLE = (
         promise="rows",
         devices="CUDA, compute capability 8.0 and up",
         shapes="head width 16, 32, 64, 128, 256",
-        where="attention_triton.decode",
+        where="packed_attention.triton_slots",
     ),
 )
 
@@ -143,6 +143,9 @@ class Kernels:
     heads: Callable[..., tuple[Tensor, Tensor]]
     swiglu: Callable[[Tensor, Tensor], Tensor]
     packed_attention: Callable[[Tensor, Tensor, Tensor, Segments], Tensor]
+    slots: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
+    """(q, k, v, keys, values, position): one new token a slot, written to the cache and attended from; None where
+    the definition does, which must know the longest sequence."""
     why: str = ""
     """Why "auto" did not take a faster one."""
 
@@ -168,6 +171,7 @@ TRITON = Kernels(
     heads=chains.triton_heads,
     swiglu=chains.triton_swiglu,
     packed_attention=triton_packed_attention,
+    slots=triton_slots,
 )
 
 

@@ -130,8 +130,8 @@ class Generation:
         token_N = self.scheduler.tokens_SR[:running].gather(1, length_N[:, None] - 1).squeeze(1)
         position_N = self.scheduler.prompt_S[:running] + length_N - 1
         routes: list[Tensor] | None = None if self.routing_SRLE is None else []
-        rows = Rows(tokens_N=token_N, positions_N=position_N, mask_N=torch.ones_like(token_N, dtype=torch.bool))
-        attend = DecodeAttend(self.cache, position_N, self._longest())
+        rows = Rows(tokens_N=token_N, positions_N=position_N, mask_N=None)
+        attend = DecodeAttend(self.cache, position_N, self._longest(), self.model.weights.kernels)
         self.hidden_SD[:running] = self.model.hidden(rows, attend, routes)
         if self.routing_SRLE is not None and routes:
             slot_N = torch.arange(running, device=length_N.device)

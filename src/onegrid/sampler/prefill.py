@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from onegrid.model.decoder import Attend, Rows, decode_rows, head_name
 from onegrid.model.kv import kv_grid
 from onegrid.model.live import LiveWeights
 from onegrid.ops.logprob import logits
+from onegrid.ops.packed_attention import segments_of
 from onegrid.sampler.cache import PrefillAttend, Prefilled
 
 
@@ -27,7 +29,16 @@ class Model:
     def hidden(self, rows: Rows, attend: Attend, routes: list[Tensor] | None) -> Tensor:
         """BF16 [N, D] of the decoder on the plan's key/value grid."""
         grid = kv_grid(self.weights.plan.kv_cache)
-        return decode_rows(self.weights.spec, self.weights, rows, attend, rope=self.rope, routes=routes, kv_grid=grid)
+        return decode_rows(
+            self.weights.spec,
+            self.weights,
+            rows,
+            attend,
+            rope=self.rope,
+            routes=routes,
+            kv_grid=grid,
+            kernels=self.weights.kernels,
+        )
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """FP32 [N, V]."""
@@ -37,14 +48,15 @@ class Model:
 def prefill(model: Model, prompts: Sequence[tuple[int, ...]], *, record_routing: bool) -> Prefilled:
     """Runs whole prompts, none empty. Their tokens are packed as rows, so padding costs only in attention."""
     device = model.weights.device
-    length_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    lengths = [len(prompt) for prompt in prompts]
     token_N = torch.tensor([token for prompt in prompts for token in prompt], device=device)
-    row_N = torch.repeat_interleave(torch.arange(len(prompts), device=device), length_B)
-    end_B = length_B.cumsum(0)
-    column_N = torch.arange(len(token_N), device=device) - (end_B - length_B)[row_N]
-    attend = PrefillAttend(row_N, column_N, num_prompts=len(prompts), longest=max(map(len, prompts)))
+    firsts = [end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
+    segments = segments_of(firsts, lengths, len(token_N), device)
+    end_B = segments.first_B + segments.length_B
+    column_N = segments.rectangle.place_NK[:, 0] % segments.longest
+    attend = PrefillAttend(segments, model.weights.kernels)
     routes: list[Tensor] | None = [] if record_routing else None
-    rows = Rows(tokens_N=token_N, positions_N=column_N, mask_N=torch.ones_like(token_N, dtype=torch.bool))
+    rows = Rows(tokens_N=token_N, positions_N=column_N, mask_N=None)
     hidden_ND = model.hidden(rows, attend, routes)
     routing = torch.stack(routes, dim=1)[end_B - 1] if routes else None
     return Prefilled(attend.keys, attend.values, hidden_ND[end_B - 1], routing)
