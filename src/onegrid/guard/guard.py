@@ -1,0 +1,248 @@
+"""All checks of one synchronization, in one place, and what a failure does.
+
+The order is that of evidence: is the learner consistent with itself, did the bytes arrive, is every tensor in its
+format, does the storage hold them, do kernels compute with them, does the whole give the learner's answer, is nothing
+old left. All checks are asked even where one has failed, so that the page shows the whole picture; then the commit is
+undone, and the version before goes on serving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from onegrid.errors import CapabilityError, ConfigError, SyncError
+from onegrid.guard import audit, byte_comparison, digests, freshness, probe, selfcheck, sentinel
+from onegrid.guard.incident import page
+from onegrid.guard.verdict import FailedChecks, Verdict, failed
+from onegrid.learner.learner import Learner
+from onegrid.model.canonical import Snapshot
+from onegrid.sampler.base import Sampler
+from onegrid.sync import DEFAULT_BUCKET_BYTES, SyncReport, push
+from onegrid.types import Batch, Manifest
+
+CHECKS = ("bytes", "audit", "digest", "selfcheck", "probe", "freshness", "sentinel")
+"""Beside these the transaction (C5) is part of every synchronization and cannot be switched off."""
+
+Status = Literal["stop", "resend", "bf16"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuardConfig:
+    """Which checks run, and what a failed one does."""
+
+    off: tuple[str, ...] = ()
+    """Checks that do not run. What is not checked is shown as such in the report."""
+    on_failure: Status = "stop"
+    """"stop" the run; "resend" once, then stop; "bf16": resend once, then keep the named tensors in BF16 on both sides
+    and go on, which the record says."""
+    unknown: Literal["stop", "record"] = "stop"
+    """What `could not tell` does: stop as a failure does, or only stand in the record."""
+    linears_per_sync: int = 4
+    """How many linears the self-check takes each time, all experts of a layer counting as one."""
+    probe_band: float | None = None
+    """Largest difference (nats) of a probe from an engine that promises no bits."""
+    calibration: str = ""
+    """File with the expected mismatch of a pairing that is not exact; see `sentinel.calibrate`."""
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.off if name not in CHECKS]
+        if unknown:
+            raise ConfigError(f"off names {', '.join(unknown)}; the checks are {', '.join(CHECKS)}")
+        if self.linears_per_sync < 1 or self.bucket_bytes < 1:
+            raise ConfigError(
+                f"linears_per_sync {self.linears_per_sync} and bucket_bytes {self.bucket_bytes} must be at least 1"
+            )
+        if self.probe_band is not None and not 0 <= self.probe_band < float("inf"):
+            raise ConfigError(f"probe_band is {self.probe_band}; it must be finite and not negative")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuardReport:
+    """A synchronization that is proved."""
+
+    sync: SyncReport
+    verdicts: tuple[Verdict, ...]
+    failures: tuple[Verdict, ...] = ()
+    """What had failed before the policy of the configuration helped."""
+    action: str = ""
+    """What was done about it."""
+
+    def metrics(self) -> dict[str, float]:
+        """Keys `guard/<check>`."""
+        return {f"guard/{v.check}": v.metric for v in self.verdicts} | {"guard/transaction": 1}
+
+
+@dataclass
+class Guard:
+    """What the checks of one run remember between synchronizations."""
+
+    config: GuardConfig
+    sentinel: sentinel.Sentinel
+    answers: list[Tensor] | None = None
+    """Of the probe at the version before."""
+    manifest: Manifest | None = None
+    """Of the version before."""
+    observe: Callable[[list[Verdict]], None] | None = None
+    """Gets every list of verdicts, and nothing is stopped: for the fault campaign only."""
+    seen: list[Verdict] = field(default_factory=list)
+    """Verdicts of the last synchronization that was tried."""
+
+    def runs(self, check: str) -> bool:
+        """Whether the configuration leaves a check on."""
+        return check not in self.config.off
+
+    def objections(self, verdicts: list[Verdict]) -> list[Verdict]:
+        """Those that stop a version."""
+        lenient = self.config.unknown == "record"
+        return [v for v in verdicts if not v.passed and not (lenient and v.status == "could not tell")]
+
+
+def guard_of(config: GuardConfig, learner: Learner, sampler: Sampler) -> Guard:
+    """A guard for one pairing. Raises ConfigError for a calibration that does not belong to it."""
+    expectation = None
+    if config.calibration:
+        expectation = sentinel.load_expectation(Path(config.calibration), plan_digest=learner.plan.digest)
+    exact = learner.plan.exact and sampler.capabilities.bits
+    return Guard(config, sentinel.Sentinel(exact=exact, expectation=expectation))
+
+
+def guard_sync(learner: Learner, sampler: Sampler, guard: Guard) -> GuardReport:
+    """The learner's version into the sampler, with every check, or the version before keeps serving.
+
+    Raises FailedChecks, a SyncError, with the page of the incident.
+    """
+    try:
+        return _attempt(learner, sampler, guard)
+    except FailedChecks as error:
+        if guard.config.on_failure == "stop":
+            raise
+        first = error
+    try:
+        report = _attempt(learner, sampler, guard)
+        return _helped(report, first, f"version {learner.version} was sent again, and passed")
+    except FailedChecks as error:
+        if guard.config.on_failure == "resend":
+            error.add_note("this was the second time that it was sent")
+            raise
+        second = error
+    from onegrid.guard.fallback import fall_back
+
+    names = fall_back(learner, sampler, second)
+    report = _attempt(learner, sampler, guard)
+    return _helped(report, second, f"{len(names)} tensors are BF16 from here on: {', '.join(names)}")
+
+
+def check_step(guard: Guard, mismatch: dict[str, float], batch: Batch, *, version: int) -> list[Verdict]:
+    """The checks of a step, before its update: versions of tokens, and the mismatch. Raises FailedChecks."""
+    verdicts = []
+    if guard.runs("freshness"):
+        verdicts.append(freshness.fresh_tokens(batch, version=version))
+    if guard.runs("sentinel") and mismatch:
+        verdicts.append(guard.sentinel.judge(mismatch))
+    if guard.observe is not None:
+        guard.observe(verdicts)
+        return verdicts
+    wrong = guard.objections(verdicts)
+    if wrong:
+        text = page(wrong, version=version, serving=version, action="the run stopped before the update")
+        raise FailedChecks(text, wrong)
+    return verdicts
+
+
+def _helped(report: GuardReport, error: FailedChecks, action: str) -> GuardReport:
+    return GuardReport(sync=report.sync, verdicts=report.verdicts, failures=error.verdicts, action=action)
+
+
+def _attempt(learner: Learner, sampler: Sampler, guard: Guard) -> GuardReport:
+    snapshot = Snapshot(version=learner.version, plan_digest=learner.plan.digest, tensors=learner.canonical())
+    verdicts = [byte_comparison.compare_bytes(learner)] if guard.runs("bytes") else []
+    guard.seen = verdicts
+    answers: list[Tensor] = []
+
+    def prove(manifest: Manifest, sampler: Sampler) -> None:
+        verdicts.extend(_examine(manifest, snapshot, learner, sampler, guard, answers))
+        if guard.observe is not None:
+            guard.observe(verdicts)
+            return
+        wrong = guard.objections(verdicts)
+        if wrong:
+            raise FailedChecks(wrong[0].found, wrong)
+
+    if guard.observe is None and guard.objections(verdicts):
+        raise _refusal(guard.objections(verdicts), learner, sampler)
+    try:
+        report = push(snapshot, sampler, bucket_bytes=guard.config.bucket_bytes, prove=prove)
+    except FailedChecks as error:
+        raise _refusal(list(error.verdicts), learner, sampler) from error
+    except SyncError as error:
+        verdict = _refused(error, snapshot, sampler, guard)
+        verdicts.append(verdict)
+        raise _refusal([verdict], learner, sampler) from error
+    guard.answers, guard.manifest = answers or None, report.manifest
+    return GuardReport(sync=report, verdicts=tuple(verdicts))
+
+
+def _examine(
+    manifest: Manifest, snapshot: Snapshot, learner: Learner, sampler: Sampler, guard: Guard, answers: list[Tensor]
+) -> list[Verdict]:
+    """Every check of a commit that can still be undone."""
+    out: list[Verdict] = []
+    before = guard.manifest
+    if guard.runs("audit"):
+        out.append(audit.audit(learner.plan, sampler))
+    if guard.runs("digest"):
+        out.append(digests.compare_digests(manifest, sampler, snapshot, previous=before))
+    if guard.runs("selfcheck"):
+        out.append(selfcheck.selfcheck(learner.plan, sampler, snapshot, per_sync=guard.config.linears_per_sync))
+    if guard.runs("probe"):
+        verdict, new = probe.probe(
+            learner,
+            sampler,
+            snapshot,
+            probe.probe_prompts(learner.spec.vocab_size),
+            previous=guard.answers,
+            changed=before is not None and before.entries != manifest.entries,
+            band=guard.config.probe_band,
+        )
+        out.append(verdict)
+        answers += new
+    if guard.runs("freshness"):
+        last = None if before is None else before.version
+        out.append(freshness.fresh_sampler(sampler, version=manifest.version, before=last))
+    return out
+
+
+def _refused(error: SyncError, snapshot: Snapshot, sampler: Sampler, guard: Guard) -> Verdict:
+    """The verdict on what the transaction itself refused."""
+    if error.condition == "C2" and error.tensors:
+        return digests.differing(error.tensors, sampler, snapshot, previous=guard.manifest)
+    return failed(
+        "transaction",
+        error.condition,
+        tensors=error.tensors,
+        expected=f"version {snapshot.version}, every tensor whole and once, in the plan's format",
+        found=str(error),
+        cause=_CAUSES.get(error.condition, ""),
+    )
+
+
+def _refusal(verdicts: list[Verdict], learner: Learner, sampler: Sampler) -> FailedChecks:
+    try:
+        serving = sampler.version
+    except CapabilityError:
+        serving = None
+    text = page(verdicts, version=learner.version, serving=serving, action="the synchronization was undone")
+    return FailedChecks(text, verdicts)
+
+
+_CAUSES = {
+    "C1": "a sampler that was built with another plan, or keeps a layer in a format of its own",
+    "C5": "a bucket that was lost, repeated or cut, or a sender that was interrupted",
+    "C7": "a version counter that began anew, as after a resume that did not restore it",
+}

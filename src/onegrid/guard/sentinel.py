@@ -1,0 +1,161 @@
+"""Sentinel (C6): is the mismatch of this step what this pairing is known to have?
+
+The expectation never comes from the run that is judged. An exact pairing has 0: any difference at all is an alarm, and
+a false one is impossible while the promise holds. Any other pairing needs a stored calibration, made at fixed weights
+with audit and digest green; a one-sided cumulative sum (Page, Biometrika 41, 1954) then watches each metric, with
+limits for a stated average run length between false alarms. Without an expectation the answer is `could not tell`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from onegrid.errors import ConfigError
+from onegrid.guard.verdict import Verdict, could_not_tell, failed, passed
+
+CHECK, CONDITION = "sentinel", "C6"
+WATCHED = ("mismatch/kl", "mismatch/k3", "mismatch/chi2_token", "mismatch/p99", "mismatch/max_abs")
+RUN_LENGTH = 100_000
+"""Steps between false alarms, on average, of all watched metrics together."""
+ALLOWANCE = 0.5
+"""Half the shift, in standard deviations, that is to be found fastest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expectation:
+    """Mean and standard deviation of watched metrics at fixed weights, and what they were measured with."""
+
+    mean: dict[str, float]
+    deviation: dict[str, float]
+    model: str
+    plan_digest: str
+    engine: str
+    num_steps: int
+
+    def __post_init__(self) -> None:
+        wrong = [key for key, sd in self.deviation.items() if key not in self.mean or not 0 < sd < math.inf]
+        if wrong or not self.mean or self.mean.keys() != self.deviation.keys():
+            raise ConfigError(f"a calibration needs a mean and a positive deviation of every metric; wrong: {wrong}")
+
+
+def calibrate(lines: list[Mapping[str, float]], *, model: str, plan_digest: str, engine: str) -> Expectation:
+    """From the mismatch metrics of at least 20 steps at fixed weights (learning rate 0), audit and digest green."""
+    if len(lines) < 20:
+        raise ConfigError(f"a calibration from {len(lines)} steps; it needs 20 at least")
+    mean, deviation = {}, {}
+    for key in WATCHED:
+        values = [line[key] for line in lines if key in line]
+        if len(values) == len(lines):
+            mean[key] = math.fsum(values) / len(values)
+            spread = math.fsum((x - mean[key]) ** 2 for x in values) / (len(values) - 1)
+            deviation[key] = math.sqrt(spread) or abs(mean[key]) or 1.0
+    return Expectation(
+        mean=mean,
+        deviation=deviation,
+        model=model,
+        plan_digest=plan_digest,
+        engine=engine,
+        num_steps=len(lines),
+    )
+
+
+def save_expectation(expectation: Expectation, path: Path) -> None:
+    """As JSON."""
+    fields = {name: getattr(expectation, name) for name in Expectation.__slots__}
+    path.write_text(json.dumps(fields, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def load_expectation(path: Path, *, plan_digest: str) -> Expectation:
+    """Raises ConfigError for a file that is none, or belongs to another plan."""
+    try:
+        expectation = Expectation(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} is not a calibration: {error}") from error
+    if expectation.plan_digest != plan_digest:
+        raise ConfigError(f"{path} was made with plan {expectation.plan_digest[:12]}, this run has {plan_digest[:12]}")
+    return expectation
+
+
+@dataclass(slots=True)
+class Sentinel:
+    """The control chart of one run.
+
+    exact        whether plan and sampler promise equal bits
+    expectation  of any other pairing
+    """
+
+    exact: bool
+    expectation: Expectation | None = None
+    sums: dict[str, float] = field(default_factory=dict)
+
+    def judge(self, metrics: Mapping[str, float]) -> Verdict:
+        """metrics  of `mismatch.metrics.compare`; empty where no token takes part in the loss."""
+        if not metrics:
+            return could_not_tell(CHECK, CONDITION, expected="tokens to compare", found="none takes part in the loss")
+        bad = [key for key in WATCHED if not math.isfinite(metrics.get(key, 0.0))]
+        if bad:
+            return failed(CHECK, CONDITION, expected="finite numbers", found=f"not finite: {', '.join(bad)}")
+        if self.exact:
+            return _judge_exact(metrics)
+        if self.expectation is None:
+            found = f"kl {metrics['mismatch/kl']:.3g}, and no calibration of this pairing (guard.calibration)"
+            return could_not_tell(CHECK, CONDITION, expected="a stored expectation", found=found)
+        return self._judge_chart(metrics, self.expectation)
+
+    def _judge_chart(self, metrics: Mapping[str, float], expectation: Expectation) -> Verdict:
+        limit = limit_for(RUN_LENGTH * len(expectation.mean))
+        alarms = []
+        for key, mean in expectation.mean.items():
+            if key not in metrics:
+                return could_not_tell(CHECK, CONDITION, expected=key, found="it was not measured")
+            z = (metrics[key] - mean) / expectation.deviation[key]
+            self.sums[key] = max(0.0, self.sums.get(key, 0.0) + z - ALLOWANCE)
+            if self.sums[key] > limit:
+                alarms.append(f"{key} {metrics[key]:.4g}, expected {mean:.4g}; sum {self.sums[key]:.3g} over {limit:.3g}")
+        if alarms:
+            return failed(
+                CHECK,
+                CONDITION,
+                expected=f"what the calibration of {expectation.num_steps} steps says",
+                found="; ".join(alarms),
+                cause=_MISMATCH,
+            )
+        return passed(CHECK, CONDITION)
+
+
+def _judge_exact(metrics: Mapping[str, float]) -> Verdict:
+    if metrics["mismatch/share_equal"] == 1.0 and metrics["mismatch/max_abs"] == 0.0:
+        return passed(CHECK, CONDITION)
+    return failed(
+        CHECK,
+        CONDITION,
+        expected="the same bits on both sides, as the plan promises",
+        found=f"{1 - metrics['mismatch/share_equal']:.3%} of the log-probabilities differ between learner and sampler, "
+        f"by up to {metrics['mismatch/max_abs']:.3g} nats (kl {metrics['mismatch/kl']:.3g})",
+        cause=_MISMATCH,
+    )
+
+
+def run_length(limit: float, allowance: float = ALLOWANCE) -> float:
+    """Average run length of a one-sided cumulative sum of standard normal values, in steps.
+
+    (exp(2 k b) - 2 k b - 1) / (2 k^2) with b = limit + 1.166. Siegmund, Sequential Analysis (1985), equation 2.57.
+    """
+    b = 2 * allowance * (limit + 1.166)
+    return (math.exp(b) - b - 1) / (2 * allowance**2)
+
+
+def limit_for(steps: float, allowance: float = ALLOWANCE) -> float:
+    """The smallest limit, to 1e-9, whose average run length is at least `steps`."""
+    low, high = 0.0, 100.0
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if run_length(middle, allowance) < steps else (low, middle)
+    return high
+
+
+_MISMATCH = "an order of sums, a weight, an activation or a cached prompt that the two sides do not share"
