@@ -16,7 +16,10 @@ from onegrid.model.spec import ModelSpec, tensor_shapes
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGES = ["1 2", "h e", "l l", "he ll", "hell o", "Ġ 1", "Ġ Ġ", "d Ġ"]
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant{{ '\n' }}"
+)
 
 
 def byte_characters() -> list[str]:

@@ -70,8 +70,12 @@ def test_transformers_reads_the_same_model_from_both(tmp_path):
     write_gguf(tmp_path / "a.gguf", SPEC, weights_of(SPEC), kind=Kind.Q8_0)
     out = import_gguf(tmp_path / "a.gguf", tmp_path / "out").folder
     ours = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
-    config = GgufConfig(gguf_file="a.gguf", dequantize=True)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.bfloat16)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        gguf_file="a.gguf",
+        quantization_config=GgufConfig(gguf_file="a.gguf", dequantize=True),
+        dtype=torch.bfloat16,
+    )
     ids = torch.tensor([[5, 17, 40, 99, 3]])
     with torch.no_grad():
         assert_same_bytes(ours(ids).logits, theirs(ids).logits)
@@ -83,12 +87,8 @@ def test_the_tokenizer_cuts_digits_as_the_model_was_trained_to(tmp_path):
     out = import_gguf(tmp_path / "a.gguf", tmp_path / "out").folder
     tokenizer = load_tokenizer(out)
     names = tokens()
-    assert [names[i] for i in tokenizer.encode("hello 12")] == [
-        "hello",
-        "Ġ",
-        "1",
-        "2",
-    ]  # though "12" and "Ġ1" are tokens
+    assert {"12", "Ġ1"} < set(names)
+    assert [names[i] for i in tokenizer.encode("hello 12")] == ["hello", "Ġ", "1", "2"]
     assert [names[i] for i in tokenizer.encode("a  1")] == ["a", "ĠĠ", "1"]
     assert tokenizer.decode(tokenizer.encode("hello  é\n1")) == "hello  é\n1"
     assert stop_tokens(out) == (2,)
@@ -104,7 +104,7 @@ def test_other_cuts_are_known_by_name_or_refused(tmp_path):
         ids = load_tokenizer(import_gguf(tmp_path / f"{pre}.gguf", tmp_path / pre).folder).encode(text)
         return [tokens()[i] for i in ids]
 
-    assert pieces("gpt-2", "a 12") == ["a", "Ġ1", "2"]
+    assert pieces("gpt-2", "a 1") == ["a", "Ġ1"]
     assert pieces("llama-bpe", "a12") == ["a", "12"]
     assert pieces("qwen2", "a12") == ["a", "1", "2"]
     with pytest.raises(WeightsError, match="'strange'; known are gpt-2"):

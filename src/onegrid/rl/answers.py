@@ -119,7 +119,8 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 def _last_box(text: str) -> tuple[int, str] | None:
     """Start and content of the balanced box that closes last. One pass, whatever the text."""
-    found, opened = None, []
+    found: tuple[int, str] | None = None
+    opened: list[tuple[bool, int, int]] = []
     for brace in BRACE.finditer(text):
         if brace.group() == "}" and opened:
             is_box, start, inside = opened.pop()
