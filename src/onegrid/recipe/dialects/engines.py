@@ -108,5 +108,7 @@ def transformers(plan: Plan) -> Config:
         config = checkpoint.fp8_config(plan)
         config.pop("fmt")
         config["scale_fmt"] = "float"  # how scales are stored, here: FP32 also where they are powers of two
-        return {"quantization_config": config}
+        inputs = any(m.activation == "fp8_1x128" for m in modules_of(plan))
+        notes = ["transformers quantizes inputs with FP32 scales, the plan with powers of two"] if inputs else []
+        return {"quantization_config": config, "notes": notes}
     return {"quantization_config": checkpoint.compressed_tensors_config(plan)}

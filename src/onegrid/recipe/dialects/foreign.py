@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from onegrid.errors import RecipeError
@@ -115,6 +115,8 @@ def _fp8(config: Mapping[str, Any]) -> Foreign:
         raise RecipeError(f"weight_block_size {block!r} is not known for 'fp8'; 128 x 128 is")
     scheme = _scheme("fp8", "tensor" if block is None else "block")
     group = _group(scheme, pow2=config.get("scale_fmt") == "ue8m0")
+    if group.weight == "fp8_128x128_fp32":
+        group = replace(group, activations=("fp8_1x128_fp32",))
     return Foreign("fp8", (group,), _excluded(config, "ignored_layers", "modules_to_not_convert"), "bf16")
 
 

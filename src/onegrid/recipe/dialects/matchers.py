@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from onegrid.errors import RecipeError
 from onegrid.recipe.dialects.modules import FUSED, Module
@@ -72,7 +73,7 @@ def sglang_modelopt(entries: Sequence[str], module: Module) -> bool:
     inner = name.removeprefix("language_model.")
     last = name.rsplit(".", 1)[-1]
     for entry in entries:
-        pattern = re.compile(entry.replace(".", r"\.").replace("*", ".*"))
+        pattern = _expression(entry.replace(".", r"\.").replace("*", ".*"))
         if any(pattern.fullmatch(text) for text in (name, inner, *inner.split("."))):
             return True
         tail = entry.rsplit(".", 1)[-1]
@@ -85,7 +86,7 @@ def vllm_compressed_tensors(entries: Sequence[str], module: Module) -> bool:
     """Whole names or `re:` expressions that match from the start; all shards; of experts the first one's three."""
 
     def found(name: str) -> bool:
-        return any(re.match(e[3:], name) is not None if e.startswith("re:") else e == name for e in entries)
+        return any(_expression(e[3:]).match(name) is not None if e.startswith("re:") else e == name for e in entries)
 
     if module.kind == "experts":
         first = [shard for shard in module.shards if shard.startswith(f"{module.name}.0.")] or list(module.shards[:3])
@@ -101,7 +102,7 @@ def transformers_fp8(entries: Sequence[str], module: Module) -> bool:
     """An expression that matches from the start up to the end of a component, or any suffix, also a partial one."""
 
     def found(name: str) -> bool:
-        return any(re.match(rf"(?:{e})(?:(?<=\.)|(?=\.|$))", name) or name.endswith(e) for e in entries)
+        return any(_expression(rf"(?:{e})(?:(?<=\.)|(?=\.|$))").match(name) or name.endswith(e) for e in entries)
 
     names = (module.name,) if module.kind == "experts" else module.shards
     return _all_or_none(module, [found(name) for name in names])
@@ -130,6 +131,14 @@ def _shards(module: Module) -> list[str]:
     """The names an engine makes up for the shards of a fused module: the fused word replaced, wherever it stands."""
     word = module.name.rsplit(".", 1)[-1]
     return [module.name.replace(word, shard) for shard in FUSED[word]]
+
+
+@lru_cache(maxsize=65536)
+def _expression(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise RecipeError(f"{text!r} is no regular expression ({error}); the engine that reads it fails") from error
 
 
 def _all_or_none(module: Module, found: list[bool]) -> bool:
