@@ -116,6 +116,43 @@ def import_(source: Path, target: Path, shard_bytes: int) -> None:
     run(source, target, shard_bytes=shard_bytes)
 
 
+@app.command("eval")
+@click.argument("checkpoint", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--config", type=click.Path(dir_okay=False, path_type=Path), help="By default that of the run.")
+@click.option("--against", type=click.Path(file_okay=False, path_type=Path), help="Compare with this checkpoint.")
+@click.option("--problems", type=click.IntRange(min=1), help="By default eval.num_problems.")
+@click.option("--samples", type=click.IntRange(min=0), default=8, show_default=True, help="Sampled answers a problem.")
+@click.option("-k", "ks", type=click.IntRange(min=1), multiple=True, help="pass@k; by default 1 and --samples.")
+@click.option("--json", "as_json", is_flag=True, help="Print one object of metrics.")
+def evaluate(
+    checkpoint: Path,
+    overrides: tuple[str, ...],
+    config: Path | None,
+    against: Path | None,
+    problems: int | None,
+    samples: int,
+    ks: tuple[int, ...],
+    as_json: bool,
+) -> None:
+    """Judge CHECKPOINT on held-out problems: greedy accuracy and pass@k, with 95 % intervals.
+
+    CHECKPOINT is a run, a folder global_step_N of one, or a folder with config.json (then --config names the task).
+    """
+    from onegrid.cli.eval import run
+
+    run(
+        checkpoint,
+        overrides,
+        config=config,
+        against=against,
+        problems=problems,
+        samples=samples,
+        ks=ks or tuple(sorted({1, samples} - {0})) * bool(samples),
+        as_json=as_json,
+    )
+
+
 @app.command()
 def version() -> None:
     """Print the versions of onegrid and of what its results depend on."""
