@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import tomli_w
 
 from onegrid.errors import ConfigError
+from onegrid.guard.guard import GuardConfig
 from onegrid.learner.learner import LearnerConfig
 from onegrid.learner.loss import LossConfig
 from onegrid.recipe import recipe_from_dict
@@ -61,6 +62,7 @@ class RunConfig:
     loop: LoopConfig = field(default_factory=LoopConfig)
     dynamic: DynamicConfig = field(default_factory=DynamicConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     record: RecordConfig = field(default_factory=RecordConfig)

@@ -9,7 +9,8 @@ import pytest
 
 from onegrid.cli.train import run, summary
 from onegrid.config import load_config
-from onegrid.errors import CheckpointError, MismatchError, SyncError, TaskError
+from onegrid.errors import CheckpointError, SyncError, TaskError
+from onegrid.guard.guard import CHECKS
 from onegrid.rl import checkpoint, loop
 from onegrid.rl.record import read_metrics
 from tests.rl.tiny import lines_without_clocks, write_tiny_run
@@ -38,7 +39,7 @@ def test_every_step_is_exact_and_proved(whole):
     assert [line["step"] for line in steps] == [1, 2, 3]
     for line in steps:
         assert line["mismatch/max_abs"] == 0.0 and line["mismatch/share_equal"] == 1.0
-        assert {line[f"guard/{check}"] for check in ("mismatch", "version", "digest")} == {1}
+        assert {line[f"guard/{check}"] for check in (*CHECKS, "transaction")} == {1}
     assert any(line["sync/codes_changed_share"] > 0 for line in steps)
     assert (whole[1] / "incidents.jsonl").read_text() == ""
 
@@ -101,36 +102,36 @@ def test_a_resume_with_another_configuration_is_refused_by_name(whole, tmp_path)
 
 def test_a_lost_bit_stops_the_run_before_the_update_and_leaves_an_incident(tmp_path, monkeypatch):
     path = write_tiny_run(tmp_path)
-    pushed = loop.push
+    synced = loop.guard_sync
 
-    def push_and_corrupt(snapshot, sampler):
-        report = pushed(snapshot, sampler)
+    def sync_and_corrupt(learner, sampler, guard):
+        report = synced(learner, sampler, guard)
         key = next(k for k in sampler.weights.operands if k.endswith("q_proj.weight"))
         sampler.weights.operands[key].values[0, 0] *= 1.5
         return report
 
-    monkeypatch.setattr(loop, "push", push_and_corrupt)
-    with pytest.raises(MismatchError, match="where the plan promises equal bits"):
+    monkeypatch.setattr(loop, "guard_sync", sync_and_corrupt)
+    with pytest.raises(SyncError, match="the same bits on both sides, as the plan promises"):
         train(path, tmp_path / "run")
     (incident,) = [json.loads(line) for line in (tmp_path / "run" / "incidents.jsonl").read_text().splitlines()]
-    assert (incident["check"], incident["step"], incident["version"]) == ("mismatch", 1, 0)
+    assert (incident["check"], incident["step"], incident["version"]) == ("sentinel", 1, 0)
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [0]
 
 
 def test_an_update_that_is_lost_while_it_reports_success_stops_the_run(tmp_path, monkeypatch):
     path = write_tiny_run(tmp_path)
-    pushed, reports = loop.push, []
+    synced, reports = loop.guard_sync, []
 
-    def push_once(snapshot, sampler):
-        reports.append(reports[0] if reports else pushed(snapshot, sampler))
+    def sync_once(learner, sampler, guard):
+        reports.append(reports[0] if reports else synced(learner, sampler, guard))
         return reports[0]
 
-    monkeypatch.setattr(loop, "push", push_once)
+    monkeypatch.setattr(loop, "guard_sync", sync_once)
     with pytest.raises(SyncError, match=r"the learner has version 1, but tokens came from \[0\]") as caught:
         train(path, tmp_path / "run")
     assert caught.value.condition == "C7"
-    (incident,) = [json.loads(line) for line in (tmp_path / "run" / "incidents.jsonl").read_text().splitlines()]
-    assert (incident["check"], incident["condition"], incident["step"]) == ("sync", "C7", 2)
+    incident, *_ = [json.loads(line) for line in (tmp_path / "run" / "incidents.jsonl").read_text().splitlines()]
+    assert (incident["check"], incident["condition"], incident["step"]) == ("freshness", "C7", 2)
 
 
 def test_an_interrupted_run_says_how_to_go_on(tmp_path, monkeypatch, capsys):
@@ -157,7 +158,7 @@ def test_the_table_at_the_end_says_what_the_record_says(whole):
     console = Console(width=100, record=True)
     console.print(summary(whole[1]))
     text = console.export_text()
-    for expected in ("held-out accuracy before", "0 nats", "9 passed, 0 failed", str(whole[1])[:20]):
+    for expected in ("held-out accuracy before", "0 nats", "24 passed, 0 failed", str(whole[1])[:20]):
         assert expected in text
 
 

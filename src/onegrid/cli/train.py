@@ -12,6 +12,7 @@ from rich.table import Table
 
 from onegrid.config import changed_keys, load_config, to_toml
 from onegrid.errors import CheckpointError
+from onegrid.guard.guard import guard_of
 from onegrid.rl import checkpoint
 from onegrid.rl.loop import train
 from onegrid.rl.progress import Display
@@ -53,6 +54,7 @@ def run(
                 parts.task,
                 parts.learner,
                 parts.sampler,
+                guard=guard_of(config.guard, parts.learner, parts.sampler),
                 config=config.loop,
                 sampling=config.sampling,
                 seed=config.seed,

@@ -32,7 +32,7 @@ def cause_of(
         return "bytes that are right: another storage than the one that was asked"
     if stale and len(stale) == len(differing) == len(parts):
         return "the tensor of the version before: its update was skipped, or its name was not known to the loader"
-    if stale == ["scales"] or differing == ["scales"] and stale:
+    if stale == ["scales"]:
         return "new codes under the scales of the version before"
     if stale:
         return f"{', '.join(stale)} of the version before: they were not written"

@@ -96,4 +96,4 @@ def _by_part(manifest: Manifest | None) -> dict[str, int] | None:
     return {f"{n} {part}": x.digest for n, entry in manifest.entries.items() for part, x in entry.parts.items()}
 
 
-_STALE = "derived state of an older version: a layout, swizzle or repacked copy that was not made again after the update"
+_STALE = "derived state of an older version: a layout, swizzle or repacked copy that the update did not make again"

@@ -28,7 +28,7 @@ from onegrid.types import Batch, Manifest
 CHECKS = ("bytes", "audit", "digest", "selfcheck", "probe", "freshness", "sentinel")
 """Beside these the transaction (C5) is part of every synchronization and cannot be switched off."""
 
-Status = Literal["stop", "resend", "bf16"]
+Policy = Literal["stop", "resend", "bf16"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class GuardConfig:
 
     off: tuple[str, ...] = ()
     """Checks that do not run. What is not checked is shown as such in the report."""
-    on_failure: Status = "stop"
+    on_failure: Policy = "stop"
     """"stop" the run; "resend" once, then stop; "bf16": resend once, then keep the named tensors in BF16 on both sides
     and go on, which the record says."""
     unknown: Literal["stop", "record"] = "stop"
@@ -104,11 +104,22 @@ class Guard:
 
 
 def guard_of(config: GuardConfig, learner: Learner, sampler: Sampler) -> Guard:
-    """A guard for one pairing. Raises ConfigError for a calibration that does not belong to it."""
+    """A guard for one pairing.
+
+    Raises ConfigError for a calibration that does not belong to it, or where the pairing is not exact, has none, and
+    the configuration does not say what to do without.
+    """
     expectation = None
     if config.calibration:
         expectation = sentinel.load_expectation(Path(config.calibration), plan_digest=learner.plan.digest)
     exact = learner.plan.exact and sampler.capabilities.bits
+    if not (exact or expectation or config.unknown == "record" or "sentinel" in config.off):
+        because = "; ".join(learner.plan.reasons) or "the sampler promises no bits"
+        raise ConfigError(
+            f"nothing is known of the mismatch that this pairing should have, which is not exact: {because}. Give a "
+            'file as guard.calibration, or say guard.unknown = "record", or leave the check out: guard.off = '
+            '["sentinel"]'
+        )
     return Guard(config, sentinel.Sentinel(exact=exact, expectation=expectation))
 
 
@@ -140,15 +151,15 @@ def guard_sync(learner: Learner, sampler: Sampler, guard: Guard) -> GuardReport:
 
 def check_step(guard: Guard, mismatch: dict[str, float], batch: Batch, *, version: int) -> list[Verdict]:
     """The checks of a step, before its update: versions of tokens, and the mismatch. Raises FailedChecks."""
-    verdicts = []
+    verdicts: list[Verdict] = []
     if guard.runs("freshness"):
         verdicts.append(freshness.fresh_tokens(batch, version=version))
-    if guard.runs("sentinel") and mismatch:
+    if guard.runs("sentinel"):
         verdicts.append(guard.sentinel.judge(mismatch))
     if guard.observe is not None:
         guard.observe(verdicts)
         return verdicts
-    wrong = guard.objections(verdicts)
+    wrong = [v for v in guard.objections(verdicts) if mismatch or v.check != "sentinel"]  # no tokens: nothing to judge
     if wrong:
         text = page(wrong, version=version, serving=version, action="the run stopped before the update")
         raise FailedChecks(text, wrong)

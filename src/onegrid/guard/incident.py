@@ -16,7 +16,7 @@ CONDITIONS = {
     "C7": "freshness: nothing made with older weights counts as new",
 }
 ADVICE = {
-    "audit": "compare `onegrid plan` with the sampler's own list of exclusions; names are compared whole, never in part",
+    "audit": "compare `onegrid plan` with the sampler's own list of exclusions; names are compared whole",
     "digest": "send the version again; if the same tensors differ, look at the sampler's loader and its rounding",
     "transaction": "look at the transport; buckets may come in any size and order, each byte once",
     "probe": "look at what is outside the digest: captured graphs, tied copies, tables, the cache's format",

@@ -109,10 +109,8 @@ def _judge(
     return passed(CHECK, CONDITION)
 
 
-def learner_answers(
-    learner: Learner, prompts: Sequence[tuple[int, ...]], targets: tuple[int, ...]
-) -> list[Tensor]:
-    """FP32 log-probabilities, at temperature 1, of `targets` after each prompt, by the learner's forward, on the CPU."""
+def learner_answers(learner: Learner, prompts: Sequence[tuple[int, ...]], targets: tuple[int, ...]) -> list[Tensor]:
+    """FP32 log-probabilities, at temperature 1, of `targets` after each prompt, by the learner's forward."""
     sequences = tuple(_training(prompt, target) for prompt in prompts for target in targets)
     logp = torch.cat(learner.log_probs(Batch(sequences=sequences))).cpu()
     return list(logp.view(len(prompts), len(targets)).unbind())

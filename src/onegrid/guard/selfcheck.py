@@ -4,8 +4,8 @@ The reference decodes the learner's codes and the activations of the plan's grid
 turns by version, so that with n of them and m a synchronization each one, with all its experts, is reached within
 ceil(n / m) synchronizations.
 
-Bound. With u = 2^-23 (tensor cores truncate; FP32 arithmetic rounds at 2^-24), a sum of K exact products in any order is
-within (K + 16) u sum |a||w| of the true one, where 16 covers factors and bias; one rounding to BF16 adds 2^-8 |y|.
+Bound. With u = 2^-23 (tensor cores truncate; FP32 arithmetic rounds at 2^-24), a sum of K exact products in any order
+is within (K + 16) u sum |a||w| of the true one, where 16 covers factors and bias; one rounding to BF16 adds 2^-8 |y|.
 Higham, Accuracy and Stability of Numerical Algorithms (2002), section 3.1.
 """
 

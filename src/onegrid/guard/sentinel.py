@@ -115,7 +115,8 @@ class Sentinel:
             z = (metrics[key] - mean) / expectation.deviation[key]
             self.sums[key] = max(0.0, self.sums.get(key, 0.0) + z - ALLOWANCE)
             if self.sums[key] > limit:
-                alarms.append(f"{key} {metrics[key]:.4g}, expected {mean:.4g}; sum {self.sums[key]:.3g} over {limit:.3g}")
+                total = self.sums[key]
+                alarms.append(f"{key} {metrics[key]:.4g}, expected {mean:.4g}; sum {total:.3g} over {limit:.3g}")
         if alarms:
             return failed(
                 CHECK,

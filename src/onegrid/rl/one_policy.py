@@ -1,35 +1,30 @@
-"""The checks of every step: were these tokens made by the policy that now learns from them?"""
+"""What the checks leave in the record of a run: metrics of those that ran, incidents of those that did not pass."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from onegrid.errors import MismatchError, NonFiniteError, SyncError
+from onegrid.guard.guard import GuardReport
+from onegrid.guard.verdict import FailedChecks, Verdict
 from onegrid.learner.learner import Learner
 from onegrid.rl.record import Incident, Record
-from onegrid.types import Batch
 
 
-def one_policy(mismatch: Mapping[str, float], batch: Batch, *, version: int, exact: bool) -> dict[str, float]:
-    """The `guard/` metrics of a step: 1 passed, -1 could not tell. What failed is raised.
+def guard_metrics(verdicts: Sequence[Verdict], report: GuardReport) -> dict[str, float]:
+    """`guard/<check>` of a step and its synchronization: 1 passed, 0 failed, -1 could not tell; the worse of two."""
+    metrics = report.metrics()
+    for v in verdicts:
+        key = f"guard/{v.check}"
+        metrics[key] = min(metrics.get(key, 1), v.metric)
+    return metrics
 
-    mismatch  of `mismatch.metrics.compare`, empty where no token takes part in the loss
-    version   that of the learner, before its update
-    exact     whether plan and sampler promise equal bits; only then is there something to expect of the mismatch
-    Raises SyncError (C7) if a token was made by another version, MismatchError if promised bits differ.
-    """
-    others = {int(v) for s in batch.sequences for v in s.version_R.unique()} - {version}
-    if others:
-        raise SyncError(f"the learner has version {version}, but tokens came from {sorted(others)}", condition="C7")
-    if not exact or not mismatch:
-        return {"guard/version": 1, "guard/mismatch": -1}
-    if mismatch["mismatch/share_equal"] != 1.0:
-        raise MismatchError(
-            f"version {version}: {1 - mismatch['mismatch/share_equal']:.3%} of the log-probabilities differ between "
-            f"learner and sampler, by up to {mismatch['mismatch/max_abs']:.3g} nats, where the plan promises equal bits"
-        )
-    return {"guard/version": 1, "guard/mismatch": 1}
+
+def helped(record: Record, report: GuardReport, *, step: int, version: int) -> None:
+    """Incidents of a synchronization that the policy of the configuration has saved."""
+    for v in report.failures:
+        record.incident(_incident(v, step=step, version=version, action=report.action))
 
 
 @contextmanager
@@ -38,48 +33,52 @@ def incidents(record: Record, learner: Learner, step: int) -> Iterator[None]:
     version = learner.version
     try:
         yield
-    except SyncError as error:
-        record.incident(
-            Incident(
-                step=step,
-                version=version,
-                check="sync",
-                condition=error.condition,
-                tensors=error.tensors,
-                expected=f"version {learner.version} live in the sampler, whole and proved",
-                found=str(error),
-                likely_cause="see the condition in the contract of a synchronization",
-                action="the run stopped; the version before keeps serving",
-            )
-        )
+    except FailedChecks as error:
+        for v in error.verdicts:
+            action = "the run stopped; the version before keeps serving"
+            record.incident(_incident(v, step=step, version=learner.version, action=action))
         raise
-    except MismatchError as error:
+    except (SyncError, MismatchError, NonFiniteError) as error:
+        condition, check = "C6", "mismatch" if isinstance(error, MismatchError) else "finite"
+        if isinstance(error, SyncError):
+            condition, check = error.condition, "sync"
         record.incident(
             Incident(
                 step=step,
                 version=version,
-                check="mismatch",
-                condition="C6",
-                tensors=(),
-                expected="the same bits on both sides",
+                check=check,
+                condition=condition,
+                tensors=error.tensors if isinstance(error, SyncError) else (),
+                expected=_EXPECTED[check],
                 found=str(error),
-                likely_cause="an order of sums, a weight or an activation that the two sides do not share",
+                likely_cause=_CAUSES[check],
                 action="the run stopped before the update",
             )
         )
         raise
-    except NonFiniteError as error:
-        record.incident(
-            Incident(
-                step=step,
-                version=version,
-                check="finite",
-                condition="C6",
-                tensors=(),
-                expected="finite numbers",
-                found=str(error),
-                likely_cause="weights or gradients that overflowed, or a learning rate that is too high",
-                action="the run stopped before the update",
-            )
-        )
-        raise
+
+
+def _incident(v: Verdict, *, step: int, version: int, action: str) -> Incident:
+    return Incident(
+        step=step,
+        version=version,
+        check=v.check,
+        condition=v.condition,
+        tensors=v.tensors,
+        expected=v.expected,
+        found="; ".join([v.found, *v.where]),
+        likely_cause=v.cause,
+        action=action,
+    )
+
+
+_EXPECTED = {
+    "sync": "a version that is whole and proved in the sampler",
+    "mismatch": "log-probabilities of the same tokens, of one shape and dtype",
+    "finite": "finite numbers",
+}
+_CAUSES = {
+    "sync": "the sampler lost its weights, or never had them",
+    "mismatch": "sequences that were packed differently on the two sides",
+    "finite": "weights or gradients that overflowed, or a learning rate that is too high",
+}
