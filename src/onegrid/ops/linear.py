@@ -80,4 +80,4 @@ def _block_scale(side: Operand, index: int) -> Tensor:
 
 
 def _fp32(value: float, like: Tensor) -> Tensor:
-    return torch.tensor(value, dtype=torch.float32, device=like.device)
+    return torch.full((), value, dtype=torch.float32, device=like.device)  # `tensor` would copy, which no graph can

@@ -90,6 +90,16 @@ class Cache:
         self.keys = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(spec.num_layers)]
         self.values = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(spec.num_layers)]
 
+    @classmethod
+    def twin(cls, cache: Cache, num_slots: int) -> Cache:
+        """`num_slots` slots like those of `cache`, all layers in one storage: for trial runs."""
+        made = cls.__new__(cls)
+        shape = (num_slots, *cache.keys[0].shape[1:])
+        made.keys, made.values = (
+            [torch.zeros(shape, dtype=x[0].dtype, device=x[0].device)] * len(x) for x in (cache.keys, cache.values)
+        )
+        return made
+
     def load(self, slot_M: Tensor, prompt_M: Tensor, keys: list[Tensor], values: list[Tensor]) -> None:
         """Writes prompts into slots: row prompt_M[m] of each layer's [B, T, G, D] into slot slot_M[m]."""
         for slots, new in zip([*self.keys, *self.values], [*keys, *values], strict=True):
@@ -117,7 +127,6 @@ class DecodeAttend:
     def __init__(self, cache: Cache, position_N: Tensor, longest: int | None, kernels: Kernels = PLAIN) -> None:
         self.cache, self.kernels = cache, kernels
         self.position_N = position_N
-        self.row_N = torch.arange(len(position_N), device=position_N.device)
         num_positions = cache.keys[0].shape[2]
         self.num_keys = num_positions if longest is None else min(num_positions, round_up(longest, CHUNK))
 
@@ -126,8 +135,9 @@ class DecodeAttend:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         if self.kernels.slots is not None:
             return self.kernels.slots(q_NHD, k_NGD, v_NGD, keys, values, self.position_N)
-        keys[self.row_N, :, self.position_N] = k_NGD
-        values[self.row_N, :, self.position_N] = v_NGD
+        row_N = torch.arange(len(self.position_N), device=self.position_N.device)
+        keys[row_N, :, self.position_N] = k_NGD
+        values[row_N, :, self.position_N] = v_NGD
         k_NSGD, v_NSGD = (x[: len(q_NHD), :, : self.num_keys].transpose(1, 2) for x in (keys, values))
         out_N1HD = attention(q_NHD.unsqueeze(1), k_NSGD, v_NSGD, self.position_N)
         return out_N1HD.squeeze(1)
@@ -152,5 +162,5 @@ class PrefillAttend:
         return self.kernels.packed_attention(q_NHD, k_NGD, v_NGD, self.segments)
 
     def _rectangle(self, x_NGD: Tensor) -> Tensor:
-        rectangle = self.segments.rectangle
-        return take(x_NGD, rectangle.source).unflatten(0, (rectangle.num_experts, rectangle.capacity))
+        segments = self.segments
+        return take(x_NGD, segments.rectangle.source).unflatten(0, (len(segments.first_B), segments.longest))

@@ -6,8 +6,9 @@ order of requests, or the number of slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,10 +22,13 @@ from onegrid.model.rope import rope_table
 from onegrid.model.stacks import is_stack, stack_key
 from onegrid.ops.linear import matmul
 from onegrid.ops.logprob import log_probs
+from onegrid.ops.pins import TILE, round_up
 from onegrid.sampler.base import Capabilities, Live
 from onegrid.sampler.cache import Cache, PrefixStore
+from onegrid.sampler.captured import CapturedGeneration, can_capture, probe_captured
 from onegrid.sampler.draw import truncates
 from onegrid.sampler.generation import Generation
+from onegrid.sampler.graphs import Graphs
 from onegrid.sampler.intake import Intake
 from onegrid.sampler.prefill import Model, chunks, prefill
 from onegrid.sampler.stops import DecodeText
@@ -45,6 +49,8 @@ class SamplerConfig:
     """Most prompt tokens of one forward pass; a longer prompt has one of its own."""
     prefix_tokens: int = 16384
     """Prompt tokens kept for samples that still wait; 0 shares only within one admission."""
+    capture: bool = True
+    """Decode in CUDA graphs where the kernels can be captured. Kept sets, stop strings and routing run without."""
     kept: str = "record"
     """Under top-p or top-k: "record" the kept set of every token, or "refuse" to truncate."""
 
@@ -84,6 +90,7 @@ class Engine:
         self.intake = Intake(weights, plan_digest=weights.plan.digest, version=version)
         self.rope = rope_table(spec, config.max_len, weights.device)
         self.prefixes = PrefixStore(config.prefix_tokens)
+        self.graphs: Graphs | None = None
         self.cache: Cache | None = self._allocate()
 
     @property
@@ -99,7 +106,7 @@ class Engine:
             kept_set=self.config.kept == "record",
             routing=bool(self.weights.spec.moe_layers),
             stop_strings=self.decode_text is not None,
-            captured=False,
+            captured=self._captures,
         )
 
     @torch.no_grad()
@@ -121,14 +128,7 @@ class Engine:
         rollouts: dict[int, Rollout] = {}
         try:
             for indices in by_sampling.values():
-                generation = Generation(
-                    model,
-                    [requests[i] for i in indices],
-                    cache=cache,
-                    prefixes=self.prefixes,
-                    max_slots=self.config.max_slots,
-                    decode_text=self.decode_text,
-                )
+                generation = self._generation(model, cache, [requests[i] for i in indices])
                 rollouts |= {indices[at]: rollout for at, rollout in generation.run()}
         except BaseException:
             cache.clear()
@@ -139,9 +139,11 @@ class Engine:
     @torch.no_grad()
     def probe(self, prompts: Sequence[Sequence[int]], captured: bool = False) -> list[Tensor]:
         """FP32 [V] log-probabilities, at temperature 1, of the token after each prompt. Does not count as serving."""
-        if captured:
-            raise CapabilityError("the embedded engine runs no captured graphs; probe with captured=False")
         _, model = self._serving()
+        if captured:
+            if self.graphs is None:
+                raise CapabilityError(f"no captured graphs here: {self._why_not}; probe with captured=False")
+            return probe_captured(self.graphs, model, prompts)
         out: list[Tensor] = []
         for chunk in chunks([tuple(prompt) for prompt in prompts], self.config.prefill_tokens):
             hidden_BD = prefill(model, chunk, record_routing=False).hidden_BD
@@ -197,7 +199,7 @@ class Engine:
 
     def sleep(self) -> None:
         """Gives the key/value slots and prefixes back. Nothing is generated until `wake`."""
-        self.cache = None
+        self.cache = self.graphs = None
         self.prefixes.clear()
 
     @torch.no_grad()
@@ -207,9 +209,38 @@ class Engine:
         if self.cache is None:
             self.cache = self._allocate()
 
+    @property
+    def _why_not(self) -> str:
+        """Why decode steps are not captured; "" where they are."""
+        if not self.config.capture:
+            return "sampler.capture is false"
+        if self.weights.spec.moe_layers:
+            return "experts get as much room as they need, which the host must know"
+        return "" if self.weights.kernels.can_capture else f"{self.weights.kernels.name} kernels wait for the host"
+
+    @property
+    def _captures(self) -> bool:
+        return not self._why_not
+
     def _allocate(self) -> Cache:
-        return Cache(
-            self.weights.spec, max_slots=self.config.max_slots, max_len=self.config.max_len, device=self.weights.device
+        spec, config, device = self.weights.spec, self.config, self.weights.device
+        slots = round_up(config.max_slots, TILE) if self._captures else config.max_slots
+        cache = Cache(spec, max_slots=slots, max_len=config.max_len, device=device)
+        if self._captures:
+            self.graphs = Graphs(cache, max_len=config.max_len, hidden_size=spec.hidden_size, device=device)
+        return cache
+
+    def _generation(self, model: Model, cache: Cache, requests: list[Request]) -> Generation:
+        kind: Callable[..., Generation] = Generation
+        if self.graphs is not None and can_capture(requests[0].sampling):
+            kind = partial(CapturedGeneration, graphs=self.graphs)
+        return kind(
+            model,
+            requests,
+            cache=cache,
+            prefixes=self.prefixes,
+            max_slots=self.config.max_slots,
+            decode_text=self.decode_text,
         )
 
     def _serving(self) -> tuple[Cache, Model]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -63,6 +63,10 @@ class Generation:
         slots: dict[tuple[int, ...], list[int]] = {}
         for slot, index in enumerate(admitted, start=first):
             slots.setdefault(self.requests[index].prompt_tokens, []).append(slot)
+        self.fill(slots)
+
+    def fill(self, slots: Mapping[tuple[int, ...], list[int]]) -> None:
+        """Brings each prompt's keys, values and last hidden state into its slots, computed once per prompt."""
         self.waiting.subtract(Counter({prompt: len(s) for prompt, s in slots.items()}))
         fresh = []
         for prompt, where in slots.items():

@@ -1,0 +1,159 @@
+"""Decode steps as CUDA graphs: one per number of rows and Sampling, over slots whose addresses never change.
+
+A step draws a token for every row from its hidden state, notes it with its log-probability, decides who has ended, and
+runs the token through the decoder. Rows that have ended, or that nobody owns, go along and change nothing. Weights are
+read where they lie, so an update in place leaves every graph valid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onegrid.model.decoder import Rows
+from onegrid.ops.logprob import CHUNK_ELEMENTS, log_probs
+from onegrid.ops.pins import TILE, round_up
+from onegrid.sampler.cache import Cache, DecodeAttend
+from onegrid.sampler.draw import inverse_cdf, uniform
+from onegrid.sampler.prefill import Model
+from onegrid.types import Sampling
+
+ENDED, STOPPED, FINITE, LENGTH = range(4)
+"""Rows of `State.report_4S`."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a step reads and writes, by slot."""
+
+    hidden_SD: Tensor
+    """BF16: of the last position of each slot."""
+    tokens_SR: Tensor
+    """int64: the response so far."""
+    logp_SR: Tensor
+    """FP32"""
+    length_S: Tensor
+    """int64: tokens of the response so far."""
+    prompt_S: Tensor
+    """int64: tokens of the prompt, at least 1."""
+    limit_S: Tensor
+    """int64: most tokens of the response."""
+    stream_S: Tensor
+    """int64, see `draw.streams`."""
+    forced_S: Tensor
+    """int64: token to take instead of a drawn one, for probes; -1 draws."""
+    report_4S: Tensor
+    """int64: ended, stopped by a token, every logit so far finite, length; for the host."""
+
+    @staticmethod
+    def empty(num_slots: int, max_len: int, hidden_size: int, device: torch.device) -> State:
+        """Slots that nobody owns: all ended."""
+
+        def full(*shape: int, value: int = 0, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.full((num_slots, *shape), value, dtype=dtype, device=device)
+
+        report_4S = torch.zeros(4, num_slots, dtype=torch.int64, device=device)
+        report_4S[ENDED], report_4S[FINITE] = 1, 1
+        return State(
+            full(hidden_size, dtype=torch.bfloat16),
+            full(max_len),
+            full(max_len, dtype=torch.float32),
+            full(),
+            full(value=1),
+            full(value=1),
+            full(),
+            full(value=-1),
+            report_4S,
+        )
+
+    def move(self, source_M: Tensor, target_M: Tensor) -> None:
+        """Rows of slots `source_M` to slots `target_M`; nobody owns the source any more."""
+        per_slot = (self.hidden_SD, self.tokens_SR, self.logp_SR, self.length_S, self.prompt_S, self.limit_S)
+        for x in (*per_slot, self.stream_S, self.forced_S):
+            x[target_M] = x[source_M]
+        self.report_4S[:, target_M] = self.report_4S[:, source_M]
+        self.report_4S[ENDED, source_M] = 1
+
+
+def bucket(num_rows: int, num_slots: int) -> int:
+    """Rows of the graph that runs `num_rows`: steps of an eighth, multiples of TILE, at most `num_slots`."""
+    step = max(TILE, 1 << max(0, num_rows - 1).bit_length() >> 3)
+    return min(round_up(max(1, num_rows), step), num_slots)
+
+
+class Graphs:
+    """Captured steps over one state and one cache.
+
+    The cache must have as many slots as the state, a multiple of TILE.
+    """
+
+    def __init__(self, cache: Cache, *, max_len: int, hidden_size: int, device: torch.device) -> None:
+        self.cache = cache
+        self.num_slots = cache.keys[0].shape[0]
+        self.max_len, self.hidden_size, self.device = max_len, hidden_size, device
+        self.state = State.empty(self.num_slots, max_len, hidden_size, device)
+        self.graphs: dict[tuple[int, float, tuple[int, ...]], torch.cuda.CUDAGraph] = {}
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def replay(self, model: Model, num_rows: int, sampling: Sampling) -> None:
+        """One step of the first `num_rows` slots, captured before its first run."""
+        rows = bucket(num_rows, self.num_slots)
+        key = (rows, sampling.temperature, sampling.stop_token_ids)
+        if key not in self.graphs:
+            self.graphs[key] = self._capture(model, rows, sampling)
+        self.graphs[key].replay()
+
+    def _capture(self, model: Model, rows: int, sampling: Sampling) -> torch.cuda.CUDAGraph:
+        stop_K = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=self.device)
+        # Compilers and libraries prepare themselves at the first run, which must not touch what is live.
+        scratch = State.empty(rows, self.max_len, self.hidden_size, self.device)
+        twin = Cache.twin(self.cache, rows)
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                step(model, twin, scratch, rows, sampling.temperature, stop_K)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            step(model, self.cache, self.state, rows, sampling.temperature, stop_K)
+        return graph
+
+
+def step(model: Model, cache: Cache, state: State, num_rows: int, temperature: float, stop_K: Tensor) -> None:
+    """One token for each of the first `num_rows` slots that has not ended. Waits for nothing."""
+    rows = slice(num_rows)
+    hidden_ND, length_N = state.hidden_SD[rows], state.length_S[rows]
+    ended_N = state.report_4S[ENDED, rows] != 0
+    random_N = uniform(state.stream_S[rows], length_N)
+    chunk = max(TILE, CHUNK_ELEMENTS // model.weights.spec.vocab_size // TILE * TILE)
+    drawn = [
+        _draw(model, hidden_ND[i : i + chunk], random_N[i : i + chunk], temperature) for i in range(0, num_rows, chunk)
+    ]
+    token_N, logp_N, finite_N = (torch.cat(parts) for parts in zip(*drawn, strict=True))
+    token_N = torch.where(state.forced_S[rows] < 0, token_N, state.forced_S[rows])
+
+    column_N1 = length_N.clamp(max=state.tokens_SR.shape[1] - 1)[:, None]
+    for held_SR, new_N in ((state.tokens_SR[rows], token_N), (state.logp_SR[rows], logp_N)):
+        held_SR.scatter_(1, column_N1, torch.where(ended_N[:, None], held_SR.gather(1, column_N1), new_N[:, None]))
+    length_N += ~ended_N
+    stop_N = ~ended_N & (token_N[:, None] == stop_K).any(dim=1)
+    state.report_4S[STOPPED, rows] |= stop_N
+    state.report_4S[ENDED, rows] |= stop_N | (length_N >= state.limit_S[rows])
+    state.report_4S[FINITE, rows] &= finite_N | ended_N
+    state.report_4S[LENGTH, rows] = length_N
+
+    position_N = (state.prompt_S[rows] + length_N - 1).clamp(min=0, max=len(model.rope[0]) - 1)
+    attend = DecodeAttend(cache, position_N, None, model.weights.kernels)
+    hidden_ND.copy_(model.hidden(Rows(tokens_N=token_N, positions_N=position_N, mask_N=None), attend, None))
+
+
+def _draw(model: Model, hidden_ND: Tensor, random_N: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Token, its log-probability, and whether all logits are finite."""
+    logits_NV = model.logits(hidden_ND)
+    logp_NV = log_probs(logits_NV, temperature)
+    token_N = logits_NV.argmax(dim=-1) if temperature == 0 else inverse_cdf(logp_NV, random_N)
+    token_N = token_N.clamp(max=logits_NV.shape[1] - 1)  # rows that nobody owns may hold NaN
+    return token_N, logp_NV.gather(1, token_N[:, None]).squeeze(1), torch.isfinite(logits_NV).all(dim=-1)

@@ -1,0 +1,84 @@
+"""Captured decode steps change no byte: not by batch, order or slots, not after updates in place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from onegrid.errors import CapabilityError, NonFiniteError
+from onegrid.sampler.graphs import bucket
+from onegrid.sync.transaction import push
+from tests.bytes import assert_same_bytes
+from tests.sampler.test_engine import bytes_of
+from tests.sampler.tiny import engine_of, plan_of, requests_of, snapshot_of
+
+PRESETS = ["bf16", "mxfp8", "nvfp4_all", "fp8_block", "fp8_row", "mxfp4"]
+
+
+def test_buckets_are_tiles_that_hold_their_rows():
+    for slots in (16, 128, 512):
+        for rows in range(1, slots + 1):
+            assert rows <= bucket(rows, slots) <= slots and bucket(rows, slots) % 16 == 0
+    assert len({bucket(rows, 512) for rows in range(1, 513)}) <= 24
+
+
+def test_a_cpu_has_no_graphs_and_says_so():
+    engine = engine_of("dense", "bf16")
+    assert not engine.capabilities.captured
+    with pytest.raises(CapabilityError, match="plain kernels"):
+        engine.probe([[1, 2]], captured=True)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"temperature": 0.7, "max_new_tokens": 20}], ids=str)
+def test_captured_generation_gives_the_tokens_of_the_steps_one_by_one(preset, sampling, gpu):
+    requests = requests_of(40, **sampling)
+    expected = engine_of("dense", preset, device=gpu, capture=False).generate(requests)
+    for config in ({}, {"max_slots": 5}, {"max_slots": 17, "prefix_tokens": 0}):
+        engine = engine_of("dense", preset, device=gpu, **config)
+        assert engine.capabilities.captured
+        for _ in range(2):
+            got = engine.generate(requests)
+            assert_same_bytes(bytes_of(got), bytes_of(expected), str(config))
+            assert [(r.finish, r.request) for r in got] == [(r.finish, r.request) for r in expected]
+
+
+@pytest.mark.parametrize("preset", ["bf16", "mxfp8", "nvfp4_all"])
+def test_graphs_stay_valid_when_weights_change_in_place(preset, gpu):
+    spec, plan = plan_of("dense", preset)
+    engine = engine_of("dense", preset, device=gpu)
+    requests = requests_of(20)
+    before = engine.generate(requests)
+    for version in range(1, 5):
+        push(snapshot_of(spec, plan, version, version=version), engine)
+        got = engine.generate(requests)
+        expected = engine_of("dense", preset, version, device=gpu, capture=False).generate(requests)
+        assert_same_bytes([r.logp_R for r in got], [r.logp_R for r in expected])
+        assert any(not torch.equal(a.tokens_R, b.tokens_R) for a, b in zip(got, before, strict=True))
+
+
+def test_a_captured_probe_gives_the_bytes_of_a_prefill(gpu):
+    engine = engine_of("dense", "mxfp8", device=gpu)
+    prompts = [[3], [1, 2], [7, 7, 7, 9], list(range(30)), *([i, i + 1, 2] for i in range(25))]
+    assert_same_bytes(engine.probe(prompts, captured=True), engine.probe(prompts))
+    requests = requests_of(6)
+    first = engine.generate(requests)
+    engine.probe(prompts, captured=True)
+    assert_same_bytes(bytes_of(engine.generate(requests)), bytes_of(first))
+
+
+def test_logits_that_are_not_finite_are_refused_by_name(gpu):
+    engine = engine_of("dense", "bf16", device=gpu)
+    engine.generate(requests_of(3))
+    engine.weights.operands["model.layers.0.mlp.down_proj.weight"].values[0, 0] = torch.nan
+    with pytest.raises(NonFiniteError, match="prompt 0, sample 0"):
+        engine.generate(requests_of(3))
+
+
+def test_sleep_drops_graphs_and_wake_makes_new_ones(gpu):
+    engine = engine_of("dense", "bf16", device=gpu)
+    requests = requests_of(6)
+    first = engine.generate(requests)
+    engine.sleep()
+    engine.wake()
+    assert_same_bytes(bytes_of(engine.generate(requests)), bytes_of(first))
