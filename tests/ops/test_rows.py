@@ -8,7 +8,7 @@ import torch
 from onegrid.formats import QUANTIZERS
 from onegrid.ops.activation import sigmoid, swiglu
 from onegrid.ops.attention import attention
-from onegrid.ops.grouped import Gather, Scatter, combine, dispatch
+from onegrid.ops.grouped import Gather, Scatter, combine, dispatch, grouped_matmul
 from onegrid.ops.linear import matmul
 from onegrid.ops.logprob import log_probs, logits, token_logp
 from onegrid.ops.norm import rms_norm
@@ -115,7 +115,7 @@ def test_a_row_sent_to_experts_comes_back_the_same_in_any_company(device):
     def through(part: slice) -> torch.Tensor:
         mask = torch.ones(len(x[part]), dtype=torch.bool, device=device)
         places = dispatch(expert[part], mask, 6)
-        out = matmul(operand(Scatter.apply(x[part], places), quantizer), stacked)
+        out = grouped_matmul(operand(Scatter.apply(x[part], places), quantizer), stacked, places.groups())
         return combine(Gather.apply(out, places), weight[part])
 
     whole = through(slice(None))
@@ -134,8 +134,12 @@ def test_no_token_and_only_padding_rows_are_valid_inputs(device):
     mask = torch.zeros(4, dtype=torch.bool, device=device)
     places = dispatch(torch.zeros(4, 2, dtype=torch.int64, device=device), mask, 3)
     out = Scatter.apply(rows(4, 64, device), places)
-    assert out.shape == (3, 16, 64) and not out.any()
-    assert not Gather.apply(torch.ones_like(out), places).any()
+    assert out.shape == (0, 64)
+    assert not Gather.apply(out, places).any()
+    assert grouped_matmul(operand(out, None), operand(rows(3 * 32, 64, device).view(3, 32, 64), None), []).shape == (
+        0,
+        32,
+    )
 
 
 def test_top_k_gives_ties_to_the_lower_index(device):

@@ -10,7 +10,7 @@
     dequantized      dY in BF16, W from its codes         dY in BF16, X from its codes
 
 Column-wise operands come from the high-precision tensors, never from the row-wise codes. Quantization itself has the
-straight-through gradient (Bengio et al., arXiv 1308.3432). All leading axes [E, ...] of stacked experts pass through.
+straight-through gradient (Bengio et al., arXiv 1308.3432). Stacked experts do the same, each with its own rows.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from onegrid.formats import Quantizer
+from onegrid.ops.grouped import grouped_matmul
 from onegrid.ops.linear import dot, matmul
 from onegrid.ops.operand import Operand, compute_dtype, dequantized, operand
 
@@ -31,16 +32,18 @@ class Input:
     """Activations shared by the linears that read them (q, k and v; gate and up), quantized once per direction."""
 
     x: Tensor
-    """BF16 [..., M, K], detached."""
+    """BF16 [M, K], detached."""
     rowwise: Operand
     quantizer: Quantizer | None
-    columns: Operand | None = None
+    groups: list[tuple[int, slice]] | None = None
+    """(expert, its rows) where the weight is a stack."""
+    columns: dict[int | None, Operand] = field(default_factory=dict)
 
-    def columnwise(self) -> Operand:
-        """X along M: [..., K, M]."""
-        if self.columns is None:
-            self.columns = operand(self.x, self.quantizer, axis=-2)
-        return self.columns
+    def columnwise(self, expert: int | None, rows: slice) -> Operand:
+        """X along M: [K, M] of some rows, computed once."""
+        if expert not in self.columns:
+            self.columns[expert] = operand(self.x[rows], self.quantizer, axis=-2)
+        return self.columns[expert]
 
 
 @dataclass(slots=True)
@@ -63,28 +66,43 @@ class GridLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, master: Tensor, bias: Tensor | None, shared: Input, site: Site) -> Tensor:
-        """x BF16 [..., M, K]; master FP32 [..., N, K]; bias FP32 [N] holding BF16 values. Returns BF16 [..., M, N]."""
+        """x BF16 [M, K]; master FP32 [N, K] or a stack [E, N, K]; bias FP32 [N] of BF16 values. Returns BF16 [M, N]."""
         ctx.shared, ctx.site, ctx.has_bias = shared, site, bias is not None
         ctx.save_for_backward(master)
+        if shared.groups is not None:
+            return grouped_matmul(shared.rowwise, site.rowwise, shared.groups)
         return matmul(shared.rowwise, site.rowwise, bias_N=bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """dX BF16 [..., M, K], dW FP32 [..., N, K], db FP32 [N]."""
+        """dX BF16 [M, K], dW FP32 like the master, db FP32 [N]."""
         (master,) = ctx.saved_tensors
         shared, site = ctx.shared, ctx.site
         site.calls[site.backward] = site.calls.get(site.backward, 0) + 1
-        if site.backward == "quantized":
-            weight_KN = operand(master.to(torch.bfloat16), site.weight, axis=-2)
-            dx = matmul(operand(dy, site.gradient), weight_KN)
-            dw = matmul(operand(dy, site.gradient, axis=-2), shared.columnwise(), out_dtype=torch.float32)
-        else:
-            dtype = compute_dtype(dy.device)
-            if site.backward == "dequantized":
-                w, x = dequantized(site.rowwise), dequantized(shared.rowwise)
-            else:
-                w, x = master.to(torch.bfloat16).to(dtype), shared.x.to(dtype)
-            dx = dot(dy.to(dtype), w.mT).to(dy.dtype)
-            dw = dot(dy.to(dtype).mT, x.mT)
-        db = dy.float().sum(dim=tuple(range(dy.dim() - 1))) if ctx.has_bias else None
-        return dx, dw, db, None, None
+        if shared.groups is None:
+            dx, dw = _dgrad_wgrad(dy, master, shared, site)
+            db = dy.float().sum(0) if ctx.has_bias else None
+            return dx, dw, db, None, None
+        dx, dw = torch.empty_like(shared.x), torch.zeros_like(master)
+        for expert, rows in shared.groups:
+            dx[rows], dw[expert] = _dgrad_wgrad(dy[rows], master[expert], shared, site, expert=expert, rows=rows)
+        return dx, dw, None, None, None
+
+
+def _dgrad_wgrad(
+    dy: Tensor, master: Tensor, shared: Input, site: Site, *, expert: int | None = None, rows: slice = slice(None)
+) -> tuple[Tensor, Tensor]:
+    """dX BF16 [M, K] and dW FP32 [N, K] of one matrix, by the table above."""
+    if site.backward == "quantized":
+        weight_KN = operand(master.to(torch.bfloat16), site.weight, axis=-2)
+        dx = matmul(operand(dy, site.gradient), weight_KN)
+        columns = shared.columnwise(expert, rows)
+        return dx, matmul(operand(dy, site.gradient, axis=-2), columns, out_dtype=torch.float32)
+    dtype = compute_dtype(dy.device)
+    if site.backward == "dequantized":
+        published = site.rowwise if expert is None else site.rowwise.part(expert)
+        w, x = dequantized(published), dequantized(shared.rowwise.part(rows))
+    else:
+        w, x = master.to(torch.bfloat16).to(dtype), shared.x[rows].to(dtype)
+    dy = dy.to(dtype)
+    return dot(dy, w.mT).to(torch.bfloat16), dot(dy.mT, x.mT)

@@ -52,13 +52,15 @@ class GradWeights:
         """See `model.decoder.Weights`."""
         return StraightThrough.apply(self.masters[name], self.live.tensor(name))
 
-    def linear(self, keys: tuple[str, ...], x: Tensor, dispatch: Dispatch | None = None) -> list[Tensor]:
+    def linear(
+        self, keys: tuple[str, ...], x: Tensor, dispatch: Dispatch | None = None, *, sent: bool = False
+    ) -> list[Tensor]:
         """See `model.decoder.Weights`. The activations are quantized once for all keys, before they go to experts."""
         quantizer = self.live.activation[keys[0]]
         rowwise = operand(x.detach(), quantizer)
-        if dispatch is not None:
+        if dispatch is not None and not sent:
             x, rowwise = Scatter.apply(x, dispatch), send(rowwise, dispatch)
-        shared = Input(x.detach(), rowwise, quantizer)
+        shared = Input(x.detach(), rowwise, quantizer, None if dispatch is None else dispatch.groups())
         return [GridLinear.apply(x, self.masters[key], self._bias(key), shared, self.sites[key]) for key in keys]
 
     def _bias(self, key: str) -> Tensor | None:

@@ -28,10 +28,13 @@ class Weights(Protocol):
         """An unquantized tensor by canonical name, BF16 values in BF16 or FP32."""
         ...
 
-    def linear(self, keys: tuple[str, ...], x: Tensor, dispatch: Dispatch | None = None) -> list[Tensor]:
+    def linear(
+        self, keys: tuple[str, ...], x: Tensor, dispatch: Dispatch | None = None, *, sent: bool = False
+    ) -> list[Tensor]:
         """x [..., M, K] BF16 through several weights that share it: BF16 [..., M, N] each, biases added.
 
-        dispatch  x is [N, K] and goes to stacked experts first: results are [E, capacity, N].
+        dispatch  the keys are stacked experts: x [N, K] goes to its places first, results are [P, N]
+        sent      x [P, K] lies at its places already
         """
         ...
 

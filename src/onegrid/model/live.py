@@ -17,7 +17,7 @@ from onegrid.formats import QUANTIZERS, QuantTensor, digest, quantize
 from onegrid.model.canonical import Canonical, parts_of
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.model.stacks import is_stack, stack_key, stacks
-from onegrid.ops.grouped import Dispatch, take
+from onegrid.ops.grouped import Dispatch, grouped_matmul, take
 from onegrid.ops.linear import matmul
 from onegrid.ops.operand import Operand, compute_dtype, operand, operand_of
 from onegrid.ops.table import kernels_for
@@ -185,14 +185,18 @@ class LiveWeights:
         assert isinstance(held, Tensor)
         return held
 
-    def input_operand(self, key: str, x: Tensor, dispatch: Dispatch | None) -> Operand:
+    def input_operand(self, key: str, x: Tensor, dispatch: Dispatch | None = None) -> Operand:
         """The activations as `key`'s matmul reads them. Rows are quantized before they are sent to experts."""
         quantized = operand(x, self.activation[key])
         return quantized if dispatch is None else send(quantized, dispatch)
 
-    def linear(self, keys: tuple[str, ...], x: Tensor, dispatch: Dispatch | None = None) -> list[Tensor]:
+    def linear(
+        self, keys: tuple[str, ...], x: Tensor, dispatch: Dispatch | None = None, *, sent: bool = False
+    ) -> list[Tensor]:
         """See `model.decoder.Weights`."""
-        a = self.input_operand(keys[0], x, dispatch)
+        a = self.input_operand(keys[0], x, None if sent else dispatch)
+        if dispatch is not None:
+            return [grouped_matmul(a, self.operands[key], dispatch.groups()) for key in keys]
         if keys in self.joined:
             out = matmul(a, self.joined[keys], bias_N=self._joined_bias(keys))
             return list(out.split([len(self.operands[key].values) for key in keys], dim=-1))
@@ -216,16 +220,10 @@ class LiveWeights:
 
 
 def send(a: Operand, dispatch: Dispatch) -> Operand:
-    """Rows of a two-axis operand in the experts' rectangle; empty places are zero."""
-
-    def move(t: Tensor | None) -> Tensor | None:
-        if t is None:
-            return None
-        return take(t, dispatch.source).view(dispatch.num_experts, dispatch.capacity, *t.shape[1:])
-
-    values = move(a.values)
-    assert values is not None
-    return Operand(values, a.kind, move(a.row), move(a.block))
+    """Rows of a two-axis operand at the experts' places; empty places are zero."""
+    row = None if a.row is None else take(a.row, dispatch.source)
+    block = None if a.block is None else take(a.block, dispatch.source)
+    return Operand(take(a.values, dispatch.source), a.kind, row, block)
 
 
 def compute_bytes(spec: ModelSpec, device: torch.device | str = "cpu") -> int:

@@ -29,7 +29,7 @@ def moe_block(
 ) -> Tensor:
     """Routed experts plus, where the family has one, a gated shared expert; FP32 sum, one rounding to BF16.
 
-    h_ND    BF16, a multiple of TILE rows; where mask_N is False they are zero and visit no expert (None: all are tokens)
+    h_ND    BF16, a multiple of TILE rows; masked rows (mask_N False; None: no row) are zero and visit no expert
     routes  gets the chosen experts, int16 [N, top_k]
     """
     expert_NK, weight_NK = route(
@@ -42,7 +42,7 @@ def moe_block(
     places = dispatch(expert_NK, mask_N, spec.num_experts)
     experts = f"{at}.experts"
     gate, up = weights.linear((f"{experts}.gate_proj.weight", f"{experts}.up_proj.weight"), h_ND, places)
-    out = weights.linear((f"{experts}.down_proj.weight",), kernels.swiglu(gate, up))[0]
+    out = weights.linear((f"{experts}.down_proj.weight",), kernels.swiglu(gate, up), places, sent=True)[0]
     total = combine(Gather.apply(out, places), weight_NK)
     if spec.shared_expert_intermediate_size:
         total = total + shared_expert(weights, at, h_ND, kernels)

@@ -23,9 +23,10 @@ def dot(a_MK: Tensor, b_NK: Tensor) -> Tensor:
     """FP32 sums of products, [..., M, N], from two exact operands [..., M, K] and [..., N, K]. Zero K gives zeros."""
     if a_MK.dtype == torch.float32:
         return a_MK @ b_NK.mT
-    if a_MK.dim() == 2:
-        return torch.mm(a_MK, b_NK.mT, out_dtype=torch.float32)
-    return torch.bmm(a_MK, b_NK.mT, out_dtype=torch.float32)
+    # Columns that are no multiple of TILE would make the library choose other kernels, by the number of rows.
+    num_columns, b_NK = b_NK.shape[-2], pad_rows(b_NK)
+    multiply = torch.mm if a_MK.dim() == 2 else torch.bmm
+    return multiply(a_MK, b_NK.mT, out_dtype=torch.float32)[..., :num_columns]
 
 
 def matmul(a: Operand, b: Operand, *, out_dtype: torch.dtype = torch.bfloat16, bias_N: Tensor | None = None) -> Tensor:
@@ -39,7 +40,7 @@ def matmul(a: Operand, b: Operand, *, out_dtype: torch.dtype = torch.bfloat16, b
     num_rows = a.values.shape[-2]
     if a.values.is_cuda and out_dtype == torch.bfloat16 and bias_N is None and a.kind == b.kind == "decoded":
         # The library rounds the same FP32 sums itself: same bytes, half the traffic, one launch less.
-        return (pad_rows(a.values) @ b.values.mT)[..., :num_rows, :]
+        return (pad_rows(a.values) @ pad_rows(b.values).mT)[..., :num_rows, : b.values.shape[-2]]
     if "block" in (a.kind, b.kind):
         out = _block_sums(a, b)
     else:

@@ -32,8 +32,8 @@ class Operand:
     row: Tensor | None = None
     block: Tensor | None = None
 
-    def gather(self, index: Tensor) -> Operand:
-        """The operand of rows `index` (any shape) of a two-axis operand."""
+    def part(self, index: int | slice | Tensor) -> Operand:
+        """The operand at `index` of the first axis: an expert of a stack, or rows."""
         row = None if self.row is None else self.row[index]
         block = None if self.block is None else self.block[index]
         return Operand(self.values[index], self.kind, row, block)

@@ -38,17 +38,18 @@ def segments_of(firsts: list[int], lengths: list[int], num_rows: int, device: to
     place[row] = sequence * longest + position
     source[sequence * longest + position] = row
     source = source.to(device)
-    rectangle = Dispatch(place[:, None].to(device), source, source, len(lengths), longest)
+    rectangle = Dispatch(place[:, None].to(device), source, source)
     return Segments(first_B.to(device), length_B.to(device), longest, rectangle)
 
 
 def packed_attention(q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, segments: Segments) -> Tensor:
     """`attention` of every sequence over its own keys, BF16 [N, H, D]; rows of no sequence are zero. Differentiable."""
     rectangle = segments.rectangle
-    start_B = torch.zeros(rectangle.num_experts, dtype=torch.int64, device=q_NHD.device)
-    q, k, v = (Scatter.apply(t.flatten(1), rectangle).unflatten(-1, t.shape[1:]) for t in (q_NHD, k_NGD, v_NGD))
+    sizes = (len(segments.first_B), segments.longest)
+    start_B = torch.zeros_like(segments.first_B)
+    q, k, v = (Scatter.apply(t.flatten(1), rectangle).view(*sizes, *t.shape[1:]) for t in (q_NHD, k_NGD, v_NGD))
     out = attention(q, k, v, start_B)
-    return Gather.apply(out.flatten(2), rectangle)[:, 0].unflatten(-1, q_NHD.shape[1:])
+    return Gather.apply(out.view(-1, q_NHD.shape[1] * q_NHD.shape[2]), rectangle)[:, 0].view(q_NHD.shape)
 
 
 class TritonPackedAttention(torch.autograd.Function):
