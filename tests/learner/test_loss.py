@@ -55,6 +55,7 @@ def run(step, *, config, split=None):
             inputs.pop("old_logp_N"),
             weight_N=torch.cat([weights[i] for i in chunk]),
             config=config,
+            lengths=[len(step[i]["mask_N"]) for i in chunk],
             **inputs,
         )
         loss.backward()
@@ -223,6 +224,8 @@ def test_a_non_finite_value_under_the_mask_is_refused_by_name(name, device):
     "wrong",
     [
         {"aggregation": "token-mean"},
+        {"policy": "grpo"},
+        {"clip_dual": 3.0, "policy": "cispo"},
         {"max_len": None, "aggregation": "dr_grpo"},
         {"max_len": 8},
         {"max_len": 0, "aggregation": "dr_grpo"},

@@ -226,6 +226,7 @@ class Learner:
                 reference_logp_N=flat(reference_logp),
                 correction_N=flat(correction),
                 entropy_N=torch.cat(entropy),
+                lengths=[len(logp_R) for logp_R in logp],
             )
             sums.append(part)
             loss.backward()

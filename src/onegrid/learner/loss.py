@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from onegrid.errors import ConfigError, NonFiniteError
+from onegrid.learner.policy_terms import LOG_RATIO_BOUND, POLICIES
 
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "dr_grpo")
-LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to +-20: past it the ratio stays finite and passes no gradient."""
 
 # Already weighted, so that they add up to the number to log; and sums over tokens, which become means.
 _WEIGHTED = ("loss", "pg_loss", "kl_loss", "entropy_loss")
@@ -28,21 +27,27 @@ _COUNTED = ("ratio", "ref_kl", "entropy", "clip_low", "clip_high", "clip_dual", 
 class LossConfig:
     """The loss of one run."""
 
+    policy: str = "ppo"
+    """"ppo", "gspo" or "cispo"; see learner/policy_terms.py."""
     aggregation: str = "token_mean"
     """"token_mean", "seq_mean_token_mean" or "dr_grpo"; see `token_weights`."""
     max_len: int | None = None
     """The constant divisor of "dr_grpo", usually the cap on response tokens; for the others None."""
     clip_low: float = 0.2
-    """The probability ratio is clipped to 1 - clip_low .. 1 + clip_high; DAPO sets them apart (.2 and .28)."""
+    """The probability ratio is clipped to 1 - clip_low .. 1 + clip_high; DAPO sets them apart (.2 and .28), GSPO's
+    ratio needs them small (3e-4 and 4e-4)."""
     clip_high: float = 0.2
     clip_dual: float | None = None
-    """Above 1: the most that a token with negative advantage can cost, in units of its advantage. None: no limit."""
+    """Above 1: the most that a token with negative advantage can cost, in units of its advantage. None: no limit.
+    CISPO has none."""
     kl_coefficient: float = 0.0
     """Weight of the k3 estimate of KL(learner to reference). The estimate is logged at 0 too."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus."""
 
     def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ConfigError(f'policy is "{self.policy}"; allowed are {", ".join(POLICIES)}')
         if self.aggregation not in AGGREGATIONS:
             raise ConfigError(f'aggregation is "{self.aggregation}"; allowed are {", ".join(AGGREGATIONS)}')
         if (self.aggregation == "dr_grpo") != (self.max_len is not None):
@@ -57,6 +62,8 @@ class LossConfig:
                 f"clip_low is {self.clip_low} and clip_high {self.clip_high}; "
                 "clip_low must lie in 0 .. 1 and clip_high must be finite and not negative"
             )
+        if self.clip_dual is not None and self.policy == "cispo":
+            raise ConfigError(f'clip_dual is {self.clip_dual}, but policy "cispo" has no such clip; leave it out')
         if self.clip_dual is not None and not 1.0 < self.clip_dual < float("inf"):
             raise ConfigError(f"clip_dual is {self.clip_dual}; it must be above 1 and finite, or left out")
         for name in ("kl_coefficient", "entropy_coefficient"):
@@ -105,6 +112,7 @@ def policy_loss(
     reference_logp_N: Tensor | None = None,
     correction_N: Tensor | None = None,
     entropy_N: Tensor | None = None,
+    lengths: Sequence[int] = (),
 ) -> tuple[Tensor, dict[str, float]]:
     """Loss of some tokens of a step, to be added over its micro-batches, and sums for `loss_metrics`.
 
@@ -117,14 +125,14 @@ def policy_loss(
     correction_N      importance weights of sampler to learner (rl/correction.py); multiply the policy-gradient term
                       only
     entropy_N         nats, with gradient if config.entropy_coefficient is above 0, where it is needed
+    lengths           tokens of every sequence, masked ones too, in order; needed by the policy "gspo"
 
-    Per token: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(logp - old), at most -A clip_dual where
-    A < 0; plus kl_coefficient (expm1(c) - c) with c = reference - logp; minus entropy_coefficient x entropy. FP32, the
-    KL and all sums in float64. With every token masked the loss is exactly 0 and so are its gradients.
+    Per token: the term of config.policy (learner/policy_terms.py) of logp, old and advantage; plus
+    kl_coefficient (expm1(c) - c) with c = reference - logp; minus entropy_coefficient x entropy. FP32, the KL and all
+    sums in float64. With every token masked the loss is exactly 0 and so are its gradients.
 
     Raises NonFiniteError if a chosen token holds NaN or Inf, ConfigError for a missing reference or entropy.
-    Sources: Schulman et al., PPO (2017); DAPO (2025) for the two clips; Ye et al. (2020) for the dual clip; Shao et
-    al., GRPO (2024) for the KL term.
+    Source of the KL term: Shao et al., GRPO (2024).
     """
     if config.kl_coefficient > 0 and reference_logp_N is None:
         raise ConfigError(f"loss.kl_coefficient is {config.kl_coefficient}, but no reference log-probabilities came")
@@ -144,7 +152,9 @@ def policy_loss(
     _refuse_non_finite(chosen)
     logp_C, weight_C = chosen["logp"], chosen["weight"]
 
-    pg_C, sums = _policy_gradient(logp_C, chosen["old_logp"], advantage_C=chosen["advantage"], config=config)
+    terms = POLICIES[config.policy]
+    counts = _counts(mask_N, lengths) if config.policy == "gspo" else ()
+    pg_C, sums = terms(logp_C, chosen["old_logp"], advantage_C=chosen["advantage"], counts=counts, clips=config)
     if "correction" in chosen:
         pg_C = chosen["correction"] * pg_C
         sums["correction"] = chosen["correction"].double().sum()
@@ -166,24 +176,13 @@ def policy_loss(
     return loss, {"num_tokens": float(logp_C.numel()), **dict(zip(sums, row, strict=True))}
 
 
-def _policy_gradient(
-    logp_C: Tensor, old_logp_C: Tensor, *, advantage_C: Tensor, config: LossConfig
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped token losses, and how often each clip was the active branch."""
-    ratio_C = (logp_C - old_logp_C).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-    low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
-    pg_C = torch.maximum(-advantage_C * ratio_C, -advantage_C * ratio_C.clamp(low, high))
-    sums = {
-        "ratio": ratio_C.double().sum(),
-        "clip_low": ((advantage_C < 0) & (ratio_C < low)).sum(),
-        "clip_high": ((advantage_C > 0) & (ratio_C > high)).sum(),
-    }
-    if config.clip_dual is not None:
-        limit_C = -advantage_C * config.clip_dual
-        over_C = (advantage_C < 0) & (pg_C > limit_C)
-        pg_C = torch.where(over_C, limit_C, pg_C)
-        sums["clip_dual"] = over_C.sum()
-    return pg_C, sums
+def _counts(mask_N: Tensor, lengths: Sequence[int]) -> list[int]:
+    """Chosen tokens of every sequence."""
+    if sum(lengths) != mask_N.numel():
+        raise ConfigError(
+            f"loss.policy needs the lengths of the sequences: {list(lengths)} for {mask_N.numel()} tokens"
+        )
+    return torch.stack([part.sum() for part in mask_N.bool().split(list(lengths))]).tolist() if lengths else []
 
 
 def _refuse_non_finite(chosen: Mapping[str, Tensor]) -> None:
