@@ -23,6 +23,7 @@ from onegrid.guard.guard import GuardConfig
 from onegrid.learner.learner import LearnerConfig
 from onegrid.learner.loss import LossConfig
 from onegrid.recipe import recipe_from_dict
+from onegrid.rl.algorithms import with_algorithm
 from onegrid.rl.checkpoint import CheckpointConfig
 from onegrid.rl.dynamic import DynamicConfig
 from onegrid.rl.evaluate import EvalConfig
@@ -49,6 +50,9 @@ class RunConfig:
     """The whole configuration of `onegrid train`."""
 
     model: ModelConfig
+    algorithm: str = ""
+    """"grpo", "dr_grpo", "dapo", "gspo", "cispo" or "rloo": fills in what the file leaves out of loop, loss and dynamic;
+    see rl/algorithms.py. Empty: the defaults below."""
     seed: int = 0
     device: str = "auto"
     """"cpu", "cuda", "cuda:1", ...; "auto" takes the GPU where there is one."""
@@ -88,7 +92,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{path} is not TOML: {error}") from error
     for override in overrides:
         _apply(tree, override, RunConfig)
-    return parse(tree, RunConfig)
+    return parse(with_algorithm(tree, cap=Sampling().max_new_tokens), RunConfig)
 
 
 def parse(tree: dict[str, Any], cls: type[T], path: str = "") -> T:
