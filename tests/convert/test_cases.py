@@ -22,6 +22,7 @@ from onegrid.recipe.dialects.departures import departures
 from tests.bytes import assert_same_bytes
 from tests.convert.checkpoints import bf16_model, expected, read_all, write
 from tests.model.tiny import transformers_model
+from tests.recipe.models import deepseek_v3
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 NVFP4_MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
@@ -327,3 +328,58 @@ def test_a_global_scale_gives_back_the_amax_of_every_bf16_weight():
             number = parts[str(row.global_scale)]
             back = quant_tensor("w", q.quantizer, parts[row.codes], parts[row.scales], number, sense=row.sense)
             assert_same_bytes(back.amax, q.amax)
+
+
+def test_a_deepseek_checkpoint_with_latent_attention_and_extra_layer_converts_whole(tmp_path):
+    settings, shapes = deepseek_v3(1)
+    raw = {}
+    for i, (name, shape) in enumerate(shapes.items()):
+        if name.endswith("_scale_inv"):
+            continue
+        x = random(*shape, seed=i) if len(shape) == 2 else torch.ones(shape).bfloat16()
+        if f"{name}_scale_inv" in shapes:
+            q = quantize(x, QUANTIZERS["fp8_128x128"])
+            raw |= {name: fp8_codes(q), f"{name}_scale_inv": q.scales}
+        else:
+            raw[name] = x
+    folder = write(tmp_path / "fp8", settings | {"quantization_config": FP8 | {"scale_fmt": "ue8m0"}}, raw)
+    report = convert(folder, tmp_path / "low", preset("mxfp8"), layout="compressed-tensors")
+    low = read_all(tmp_path / "low")
+    at = "model.layers.0.self_attn"
+    assert_same_bytes(low[f"{at}.q_a_proj.weight"], raw[f"{at}.q_a_proj.weight"])
+    assert low[f"{at}.q_a_proj.weight_scale"].dtype == torch.uint8
+    assert low[f"{at}.kv_b_proj.weight"].dtype == torch.bfloat16  # its contraction axis changes where it is absorbed
+    assert (
+        f"{at}.kv_b_proj" in json.loads((tmp_path / "low" / "config.json").read_text())["quantization_config"]["ignore"]
+    )
+    assert (
+        "model.layers.1.eh_proj.weight" in report.extra
+        and "model.layers.1.mlp.experts.1.up_proj.weight" in report.extra
+    )
+    assert raw.keys() - low.keys() == report.dropped.keys()
+
+
+def test_fused_latent_projections_share_a_global_scale_too(tmp_path):
+    settings, shapes = deepseek_v3(1)
+    raw = {n: random(*s, seed=i) for i, (n, s) in enumerate(shapes.items()) if len(s) == 2 and "_scale_inv" not in n}
+    write(tmp_path / "bf16", settings, raw)
+    convert(tmp_path / "bf16", tmp_path / "low", preset("nvfp4_all"), layout="modelopt")
+    low = read_all(tmp_path / "low")
+    at = "model.layers.0.self_attn"
+    one, other = (low[f"{at}.{n}.weight_scale_2"] for n in ("q_a_proj", "kv_a_proj_with_mqa"))
+    assert_same_bytes(one, other)
+
+
+@pytest.mark.parametrize(
+    ("first", "layout", "then"), [("fp8_row", "modelopt", "mxfp8"), ("mxfp8", "sglang", "nvfp4_all")]
+)
+def test_from_one_format_to_another_the_decoded_bf16_weights_are_quantized(first, layout, then, tmp_path):
+    bf16_model(tmp_path / "bf16")
+    convert(tmp_path / "bf16", tmp_path / "first", preset(first), layout=layout)
+    convert(tmp_path / "first", tmp_path / "second", preset(then), layout="compressed-tensors")
+    convert(tmp_path / "first", tmp_path / "back", PRESETS["bf16"])
+    convert(tmp_path / "back", tmp_path / "through_bf16", preset(then), layout="compressed-tensors")
+    second, through = read_all(tmp_path / "second"), read_all(tmp_path / "through_bf16")
+    assert second.keys() == through.keys()
+    for key in second:
+        assert_same_bytes(second[key], through[key], key)

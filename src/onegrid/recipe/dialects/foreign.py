@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from onegrid.errors import RecipeError
-from onegrid.recipe.dialects.matchers import MATCHERS
+from onegrid.recipe.dialects.matchers import MATCHERS, matched_from_start
 from onegrid.recipe.dialects.modules import Module
 from onegrid.recipe.dialects.schemes import SCHEMES, Scheme
 
@@ -24,12 +23,16 @@ class Group:
     """Quantizer that the weight is said to be in."""
     activations: tuple[str | None, ...]
     """Quantizers of the input that the declaration may stand for."""
+    _names: frozenset[str] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_names", frozenset(self.targets or ()))
 
     def holds(self, name: str) -> bool:
         """Whether an unfused module name is among the targets."""
-        if self.targets is None:
+        if self.targets is None or name in self._names:
             return True
-        return any(re.match(t[3:], name) if t.startswith("re:") else t == name for t in self.targets)
+        return any(matched_from_start(t[3:], name) for t in self.targets if t.startswith("re:"))
 
 
 @dataclass(frozen=True, slots=True)

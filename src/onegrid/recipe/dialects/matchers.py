@@ -86,7 +86,7 @@ def vllm_compressed_tensors(entries: Sequence[str], module: Module) -> bool:
     """Whole names or `re:` expressions that match from the start; all shards; of experts the first one's three."""
 
     def found(name: str) -> bool:
-        return any(_expression(e[3:]).match(name) is not None if e.startswith("re:") else e == name for e in entries)
+        return any(matched_from_start(e[3:], name) if e.startswith("re:") else e == name for e in entries)
 
     if module.kind == "experts":
         first = [shard for shard in module.shards if shard.startswith(f"{module.name}.0.")] or list(module.shards[:3])
@@ -131,6 +131,11 @@ def _shards(module: Module) -> list[str]:
     """The names an engine makes up for the shards of a fused module: the fused word replaced, wherever it stands."""
     word = module.name.rsplit(".", 1)[-1]
     return [module.name.replace(word, shard) for shard in FUSED[word]]
+
+
+def matched_from_start(expression: str, name: str) -> bool:
+    """Whether a regular expression matches a name from its start, as `re:` entries do. RecipeError if it is none."""
+    return _expression(expression).match(name) is not None
 
 
 @lru_cache(maxsize=65536)
