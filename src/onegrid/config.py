@@ -51,8 +51,8 @@ class RunConfig:
 
     model: ModelConfig
     algorithm: str = ""
-    """"grpo", "dr_grpo", "dapo", "gspo", "cispo" or "rloo": fills in what the file leaves out of loop, loss and dynamic;
-    see rl/algorithms.py. Empty: the defaults below."""
+    """Fills in what the file leaves out of loop, loss and dynamic: one of "grpo", "dr_grpo", "dapo", "gspo", "cispo"
+    and "rloo"; see rl/algorithms.py. Empty: the defaults below."""
     seed: int = 0
     device: str = "auto"
     """"cpu", "cuda", "cuda:1", ...; "auto" takes the GPU where there is one."""

@@ -14,7 +14,7 @@ from onegrid.config import RunConfig, load_config
 from onegrid.errors import ConfigError
 from onegrid.mismatch.statistics import Interval
 from onegrid.rl import checkpoint as checkpoints
-from onegrid.rl.evaluation import Evaluated, compare_greedy, evaluate_checkpoint
+from onegrid.rl.evaluate import Evaluated, compare_greedy, judge
 from onegrid.rl.loop import snapshot
 from onegrid.study.parts import build, design
 from onegrid.sync import push
@@ -65,7 +65,7 @@ def evaluated(
     if state_folder is not None:
         parts.learner.load_state_dict(checkpoints.load(state_folder, plan.config.device)["learner"])
     push(snapshot(parts.learner), parts.sampler)
-    return evaluate_checkpoint(
+    return judge(
         parts.task,
         parts.sampler,
         num_problems=problems or plan.config.eval.num_problems,

@@ -1,15 +1,18 @@
-"""Greedy accuracy on problems that no training sees."""
+"""Held-out problems: greedy once, sampled several times, every share with its interval."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from onegrid.errors import ConfigError
+from onegrid.mismatch.statistics import Interval, mean_with_interval
 from onegrid.rl.batch import group_rollouts, make_requests
+from onegrid.rl.pass_at_k import mean_pass_at_k, wilson
 from onegrid.rl.rewards import score_rollouts
-from onegrid.rl.tasks import Task
+from onegrid.rl.tasks import Prompt, Task
 from onegrid.sampler.base import Sampler
-from onegrid.types import Sampling
+from onegrid.types import Group, Rollout, Sampling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,20 +28,118 @@ class EvalConfig:
             raise ConfigError(f"num_problems {self.num_problems} must be at least 1 and every {self.every} at least 0")
 
 
-def evaluate(task: Task, sampler: Sampler, *, num_problems: int, sampling: Sampling) -> dict[str, float]:
-    """Mean reward of the most likely answer to each of the first held-out problems, as `eval/held_out/...` metrics.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluated:
+    """What was found on one set of problems."""
 
-    sampling  that of training; temperature, top-p and top-k are replaced by the greedy choice
-    `accuracy` is over problems that could be scored; `unscorable` counts the others. No randomness takes part.
+    num_problems: int
+    greedy: Interval
+    """Share of problems whose most likely answer is right; problems that could not be scored are left out."""
+    sampled: Interval | None
+    """Mean reward of sampled answers, bootstrap over problems; None without samples."""
+    pass_at: dict[int, Interval]
+    """By k."""
+    unscorable: int
+    """Answers, greedy and sampled."""
+    truncated_share: float
+    """Of all answers."""
+    response_length: float
+    """Mean tokens of all answers."""
+    greedy_right: dict[int, bool | None]
+    """By problem, None where it could not be scored; for comparing two checkpoints problem by problem."""
+
+    def metrics(self, name: str = "held_out") -> dict[str, float]:
+        """As flat `eval/<name>/...` entries."""
+        found = {
+            f"eval/{name}/problems": float(self.num_problems),
+            f"eval/{name}/unscorable": float(self.unscorable),
+            f"eval/{name}/truncated_share": self.truncated_share,
+            f"eval/{name}/response_length": self.response_length,
+        }
+        shares = {"accuracy": self.greedy, "sampled": self.sampled}
+        shares |= {f"pass_at_{k}": share for k, share in self.pass_at.items()}
+        for key, share in shares.items():
+            if share is not None:
+                found |= {f"eval/{name}/{key}": share.estimate}
+                found |= {f"eval/{name}/{key}_low": share.low, f"eval/{name}/{key}_high": share.high}
+        return found
+
+
+def evaluate(task: Task, sampler: Sampler, *, num_problems: int, sampling: Sampling) -> dict[str, float]:
+    """The most likely answer to each of the first held-out problems, as `eval/held_out/...` metrics.
+
+    `accuracy`, with its interval `accuracy_low` to `accuracy_high`, is over problems that could be scored; `unscorable`
+    counts the others. No randomness takes part.
     """
+    return judge(task, sampler, num_problems=num_problems, samples=0, ks=(), sampling=sampling, seed=0).metrics()
+
+
+def judge(
+    task: Task,
+    sampler: Sampler,
+    *,
+    num_problems: int,
+    samples: int,
+    ks: Sequence[int],
+    sampling: Sampling,
+    seed: int,
+    threshold: float = 1.0,
+) -> Evaluated:
+    """Greedy answers, and `samples` sampled ones, to the first held-out problems.
+
+    ks         of pass@k, each at most `samples`; a problem with unscorable tries counts those that were scored
+    sampling   that of training; the greedy pass replaces temperature, top-p and top-k
+    threshold  reward from which an answer is right
+    Raises ConfigError for a k that no problem can have.
+    """
+    wrong = [k for k in ks if not 1 <= k <= samples]
+    if wrong:
+        raise ConfigError(f"pass@k was asked for k = {wrong}, with {samples} samples a problem; 1 <= k <= samples")
     prompts = task.held_out(num_problems)
     greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, record_routing=False)
-    rollouts = sampler.generate(make_requests(prompts, 1, seed=0, sampling=greedy))
-    groups = score_rollouts(task, group_rollouts(rollouts), prompts=prompts)
-    rewards = [r.reward for group in groups for r in group.rollouts if r.reward is not None]
-    return {
-        "eval/held_out/accuracy": sum(rewards) / len(rewards),
-        "eval/held_out/problems": float(len(prompts)),
-        "eval/held_out/unscorable": float(len(prompts) - len(rewards)),
-        "eval/held_out/truncated_share": sum(r.finish == "length" for r in rollouts) / len(rollouts),
-    }
+    first = _answers(task, sampler, prompts, 1, sampling=greedy, seed=seed)
+    right = {group.group_id: _right(group.rollouts[0], threshold) for group in first}
+    scored = [value for value in right.values() if value is not None]
+    more = _answers(task, sampler, prompts, samples, sampling=sampling, seed=seed) if samples else []
+    counts, means = [], []
+    for group in more:
+        tries = [r for r in group.rollouts if r.reward is not None]
+        if tries:
+            counts.append((len(tries), sum(bool(_right(r, threshold)) for r in tries)))
+            means.append(sum(r.reward or 0.0 for r in tries) / len(tries))
+    shares = {k: mean_pass_at_k(counts, k, seed=seed) for k in ks}
+    rollouts = [r for group in (*first, *more) for r in group.rollouts]
+    return Evaluated(
+        num_problems=len(prompts),
+        greedy=wilson(sum(scored), len(scored)),
+        sampled=mean_with_interval(means, seed=seed) if means else None,
+        pass_at={k: share for k, share in shares.items() if share is not None},
+        unscorable=sum(r.reward is None for r in rollouts),
+        truncated_share=sum(r.finish == "length" for r in rollouts) / len(rollouts),
+        response_length=sum(r.tokens_R.numel() for r in rollouts) / len(rollouts),
+        greedy_right=right,
+    )
+
+
+def compare_greedy(before: Evaluated, after: Evaluated, *, seed: int = 0) -> Interval:
+    """After minus before, paired by problem, with a bootstrap interval; problems scored in both only.
+
+    Raises EmptyBatchError if there is none.
+    """
+    both = [
+        float(after.greedy_right[i] or 0) - float(value)
+        for i, value in before.greedy_right.items()
+        if value is not None and after.greedy_right.get(i) is not None
+    ]
+    return mean_with_interval(both, seed=seed)
+
+
+def _answers(
+    task: Task, sampler: Sampler, prompts: Sequence[Prompt], samples: int, *, sampling: Sampling, seed: int
+) -> list[Group]:
+    rollouts = sampler.generate(make_requests(prompts, samples, seed=seed, sampling=sampling))
+    return score_rollouts(task, group_rollouts(rollouts), prompts=prompts)
+
+
+def _right(rollout: Rollout, threshold: float) -> bool | None:
+    return None if rollout.reward is None else rollout.reward >= threshold
