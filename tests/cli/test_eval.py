@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from onegrid.cli import app
-from onegrid.errors import ConfigError
+from onegrid.errors import CheckpointError, ConfigError
 from onegrid.rl.record import read_metrics
 from tests.rl.tiny import write_tiny_run
 
@@ -55,7 +55,7 @@ def test_a_person_gets_a_table(run):
 
 
 def test_what_is_no_checkpoint_says_so(run, tmp_path):
-    with pytest.raises(ConfigError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is no checkpoint"):
         evaluate(tmp_path)
     with pytest.raises(ConfigError, match="--config"):
         evaluate(run / "model")

@@ -154,6 +154,16 @@ def evaluate(
 
 
 @app.command()
+@click.argument("checkpoint", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+def export(checkpoint: Path, target: Path) -> None:
+    """Write CHECKPOINT (a run, or a folder global_step_N of one) as a Hugging Face folder TARGET, in BF16."""
+    from onegrid.cli.export import run
+
+    run(checkpoint, target)
+
+
+@app.command()
 def version() -> None:
     """Print the versions of onegrid and of what its results depend on."""
     from onegrid.cli.version import run

@@ -57,13 +57,13 @@ def evaluated(
     config  the configuration; by default that of the run that the checkpoint is of
     Raises ConfigError where neither gives a configuration.
     """
-    state_folder = _state_folder(path)
-    run_config = _config(path, state_folder, config, overrides)
+    folder = checkpoints.state_folder(path)
+    run_config = _config(path, folder, config, overrides)
     base = config.parent if config else Path()
     plan = design(replace(run_config, loop=replace(run_config.loop, log_reference=False)), base)
     parts = build(plan)
-    if state_folder is not None:
-        parts.learner.load_state_dict(checkpoints.load(state_folder, plan.config.device)["learner"])
+    if folder is not None:
+        parts.learner.load_state_dict(checkpoints.load(folder, plan.config.device)["learner"])
     push(snapshot(parts.learner), parts.sampler)
     return judge(
         parts.task,
@@ -98,24 +98,10 @@ def _shown(share: Interval | None) -> str:
     return "" if share is None else f"{share.estimate:.3f} ({share.low:.3f} to {share.high:.3f})"
 
 
-def _state_folder(path: Path) -> Path | None:
-    """The folder with the state of a run's checkpoint, or None for a Hugging Face folder."""
-    if (path / "state.pt").exists():
-        return path
-    if (path / "metrics.jsonl").exists():
-        last = checkpoints.latest(path)
-        if last is None:
-            raise ConfigError(f"{path} is a run without a checkpoint")
-        return last
-    if (path / "config.json").exists():
-        return None
-    raise ConfigError(f"{path} is no checkpoint: neither a run, a step of one, nor a folder with config.json")
-
-
-def _config(path: Path, state_folder: Path | None, config: Path | None, overrides: Sequence[str]) -> RunConfig:
-    model = [] if state_folder else [f"model.checkpoint={path.resolve()}"]
+def _config(path: Path, folder: Path | None, config: Path | None, overrides: Sequence[str]) -> RunConfig:
+    model = [] if folder else [f"model.checkpoint={path.resolve()}"]
     if config is not None:
         return load_config(config, [*model, *overrides])
-    if state_folder is None:
+    if folder is None:
         raise ConfigError(f"{path} belongs to no run; name a configuration with the task (--config)")
-    return load_config(state_folder.parent.parent / "config.toml", overrides)
+    return load_config(folder.parent.parent / "config.toml", overrides)

@@ -88,6 +88,23 @@ def latest(folder: Path) -> Path | None:
     return folder / "checkpoints" / f"{PREFIX}{found[-1]}" if found else None
 
 
+def state_folder(path: Path) -> Path | None:
+    """The checkpoint that a path means: a folder `global_step_N`, the last one of a run, None for a Hugging Face folder.
+
+    Raises CheckpointError for anything else.
+    """
+    if (path / "state.pt").exists():
+        return path
+    if (path / "metrics.jsonl").exists():
+        last = latest(path)
+        if last is None:
+            raise CheckpointError(f"{path} is a run without a checkpoint")
+        return last
+    if (path / "config.json").exists():
+        return None
+    raise CheckpointError(f"{path} is no checkpoint: neither a run, a step of one, nor a folder with config.json")
+
+
 def _create(path: Path) -> Any:
     return open(path, "xb")
 
