@@ -95,6 +95,7 @@ class Graphs:
         self.max_len, self.hidden_size, self.device = max_len, hidden_size, device
         self.state = State.empty(self.num_slots, max_len, hidden_size, device)
         self.graphs: dict[tuple[int, float, tuple[int, ...]], torch.cuda.CUDAGraph] = {}
+        self.stops: dict[tuple[int, ...], Tensor] = {}  # graphs read them where they lie
         self.pool = torch.cuda.graph_pool_handle()
 
     def replay(self, model: Model, num_rows: int, sampling: Sampling) -> None:
@@ -106,7 +107,8 @@ class Graphs:
         self.graphs[key].replay()
 
     def _capture(self, model: Model, rows: int, sampling: Sampling) -> torch.cuda.CUDAGraph:
-        stop_K = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=self.device)
+        ids = sampling.stop_token_ids
+        stop_K = self.stops.setdefault(ids, torch.tensor(ids, dtype=torch.int64, device=self.device))
         # Compilers and libraries prepare themselves at the first run, which must not touch what is live.
         scratch = State.empty(rows, self.max_len, self.hidden_size, self.device)
         twin = Cache.twin(self.cache, rows)
