@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from onegrid.formats import Quantizer, QuantTensor, decode, elements, quantize, quantize_decode
+from onegrid.ops.quantize_compiled import compiled_decode, worth_compiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,12 @@ def operand(x: Tensor, quantizer: Quantizer | None, *, axis: int = -1, amax: Ten
         values = x.to(torch.bfloat16).to(dtype)
         return Operand(values if axis == -1 else values.mT)
     if quantizer.matmul in ("decoded", "nvfp4"):
-        q = quantize_decode(x, quantizer, axis=axis, amax=amax, stats=False)
-        values = q.values.to(dtype)
-        row = None if quantizer.matmul == "decoded" else _per_row(q.amax, x, axis)
+        if amax is None and worth_compiling(x, quantizer):
+            values, found = compiled_decode(x, quantizer, axis)
+        else:
+            q = quantize_decode(x, quantizer, axis=axis, amax=amax, stats=False)
+            values, found = q.values.to(dtype), q.amax
+        row = None if quantizer.matmul == "decoded" else _per_row(found, x, axis)
         return Operand(values if axis == -1 else values.mT, quantizer.matmul, row)
     return operand_of(quantize(x, quantizer, axis=axis, amax=amax))
 
@@ -96,6 +100,8 @@ def dequantized(o: Operand) -> Tensor:
 
     These are the very codes of the forward pass with their factors folded in, for a backward pass in BF16.
     """
+    if o.kind == "decoded":
+        return o.values
     values = o.values
     if o.row is not None:
         row = o.row * torch.tensor(1.0 / 2688.0, device=o.row.device) if o.kind == "nvfp4" else o.row
