@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from onegrid.ops.logprob import log_probs
-from onegrid.sampler.draw import inverse_cdf, kept_set, mix, stream, streams, truncates, uniform
+from onegrid.sampler.draw import inverse_cdf, inverse_cdf_by_blocks, kept_set, mix, stream, streams, truncates, uniform
 from onegrid.types import Request, Sampling
 from tests.bytes import assert_same_bytes
 
@@ -141,3 +141,16 @@ def test_truncation_keeps_the_most_likely(sampling, kept, device):
 def test_greedy_and_full_sampling_truncate_nothing():
     assert not truncates(Sampling())
     assert not truncates(Sampling(temperature=0, top_k=3, top_p=0.5))
+
+
+@pytest.mark.parametrize("width", [3, 512, 1500, 151_936])
+def test_a_draw_by_blocks_is_the_draw(width, device):
+    logp_NV = log_probs(torch.randn(40, width, generator=torch.Generator().manual_seed(0)).to(device) * 3, 1.0)
+    logp_NV[3, : width - 1] = -math.inf  # all weight on the last id
+    logp_NV[4, 1:] = -math.inf
+    uniform_N = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(device)
+    uniform_N[0], uniform_N[1], uniform_N[2] = 0.0, 1 - 2.0**-53, 0.5
+    got_N = inverse_cdf_by_blocks(logp_NV, uniform_N)
+    # Two orders of FP64 sums differ by 1e-13 at most; none of these 40 thresholds lies that near a boundary.
+    assert got_N.tolist() == inverse_cdf(logp_NV, uniform_N).tolist()
+    assert torch.isfinite(logp_NV.gather(1, got_N[:, None])).all()

@@ -4,7 +4,8 @@
 
 Decoded values are exact in BF16 for MX formats with scale bytes 7 .. 246 and for NVFP4's block values, so products
 are those of the decoded path. Whether the sums are is a question of how the compiler lays operands out, so a kernel
-counts as `bits` only for shapes where `packed.Packed` has seen equal bytes on this device.
+is `bits` for the shapes and settings that tests/ops/test_triton.py runs through.
+On an H200 it is slower than decoded weights at every shape of an 8B model (LOG.md), so nothing chooses it yet.
 
 Decoding works on bit patterns: a code shifted to BF16's fields is the value times a power of two, subnormal codes
 included (they become subnormal BF16), and one BF16 product takes it back, exactly. Codes of NaN are not decoded as
@@ -13,6 +14,15 @@ NaN: weights are finite by the time they are published.
 
 import triton
 import triton.language as tl
+from torch import Tensor, bfloat16
+
+from onegrid.errors import CapabilityError
+from onegrid.formats import QuantTensor
+from onegrid.ops.linear import ALPHA0
+from onegrid.ops.operand import Operand
+
+CONFIGS = ((64, 32, 256, 4, 3, False), (32, 64, 256, 4, 3, True), (64, 64, 128, 4, 4, False), (32, 64, 128, 4, 4, True))
+"""(rows, columns and K of a tile, warps, stages, weights as first operand): the fastest ones on an H200."""
 
 _E4M3 = tl.constexpr(
     """{
@@ -140,3 +150,31 @@ def _packed_matmul(
         sum_MN = _mul(_mul(sum_MN, tl.full([BM, BN], 1.0, tl.float32) * alpha), row)
     at = m[:, None].to(tl.int64) * N + n[None, :]
     tl.store(out + at, sum_MN.to(tl.bfloat16), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+def packed_matmul(
+    a: Operand, weight: QuantTensor, row_N: Tensor | None, config: tuple[int, int, int, int, int, bool] = CONFIGS[0]
+) -> Tensor:
+    """BF16 [M, N]: `ops.linear.matmul` of `a` and the weight's decoded operand, from its codes and scales.
+
+    a       activations, "decoded" or "nvfp4"; weight of the same kind, [N, K], contraction along K
+    row_N   FP32 [N] global amax per row of an NVFP4 weight, else None
+    config  one of CONFIGS; changes the speed only
+    Raises CapabilityError for other formats.
+    """
+    quantizer = weight.quantizer
+    if quantizer.matmul not in ("decoded", "nvfp4") or quantizer.block not in ((1, 16), (1, 32)) or weight.axis != -1:
+        raise CapabilityError(f"packed matmul: {quantizer} is not covered; MX formats of 1 x 32 and NVFP4 are")
+    rows, columns, depth, warps, stages, swap = config
+    x = a.values.contiguous()
+    num_rows, width = x.shape
+    out = x.new_empty(num_rows, weight.shape[0], dtype=bfloat16)
+    two = quantizer.matmul == "nvfp4"
+    factors = (a.row.contiguous(), row_N.contiguous()) if two and a.row is not None and row_N is not None else (x, x)
+    _packed_matmul[(triton.cdiv(weight.shape[0], columns), triton.cdiv(num_rows, rows))](
+        x, weight.codes, weight.scales, *factors, out, num_rows, weight.shape[0], width,
+        x.stride(0), weight.codes.stride(0), weight.scales.stride(0), ALPHA0,
+        BM=rows, BN=columns, BK=depth, BLOCK=quantizer.block[1], FOUR_BITS=quantizer.fmt.bits == 4,
+        E8M0=quantizer.scale == "e8m0", TWO_ROWS=two, SWAP=swap, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out

@@ -130,6 +130,38 @@ TABLE = (
         shapes="head width 16, 32, 64, 128, 256",
         where="packed_attention.triton_slots",
     ),
+    Implementation(
+        operation="quantize and decode",
+        name="plain",
+        promise="definition",
+        devices="all",
+        shapes="all",
+        where="operand.operand",
+    ),
+    Implementation(
+        operation="quantize and decode",
+        name="compiled",
+        promise="bits",
+        devices="CUDA",
+        shapes="two axes, at least 512 wide",
+        where="quantize_compiled.compiled_decode",
+    ),
+    Implementation(
+        operation="matmul",
+        name="plain",
+        promise="definition",
+        devices="all",
+        shapes="all",
+        where="linear.matmul",
+    ),
+    Implementation(
+        operation="matmul",
+        name="packed",
+        promise="bits",
+        devices="CUDA, compute capability 9.0; never chosen so far: slower than decoded weights",
+        shapes="up to 64 rows; MXFP8, MXFP4, NVFP4 weights",
+        where="packed_triton.packed_matmul",
+    ),
 )
 
 

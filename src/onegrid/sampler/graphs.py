@@ -16,7 +16,7 @@ from onegrid.model.decoder import Rows
 from onegrid.ops.logprob import CHUNK_ELEMENTS, log_probs
 from onegrid.ops.pins import TILE, round_up
 from onegrid.sampler.cache import Cache, DecodeAttend
-from onegrid.sampler.draw import inverse_cdf, uniform
+from onegrid.sampler.draw import uniform
 from onegrid.sampler.prefill import Model
 from onegrid.types import Sampling
 
@@ -156,6 +156,6 @@ def _draw(model: Model, hidden_ND: Tensor, random_N: Tensor, temperature: float)
     """Token, its log-probability, and whether all logits are finite."""
     logits_NV = model.logits(hidden_ND)
     logp_NV = log_probs(logits_NV, temperature)
-    token_N = logits_NV.argmax(dim=-1) if temperature == 0 else inverse_cdf(logp_NV, random_N)
+    token_N = logits_NV.argmax(dim=-1) if temperature == 0 else model.inverse(logp_NV, random_N)
     token_N = token_N.clamp(max=logits_NV.shape[1] - 1)  # rows that nobody owns may hold NaN
     return token_N, logp_NV.gather(1, token_N[:, None]).squeeze(1), torch.isfinite(logits_NV).all(dim=-1)

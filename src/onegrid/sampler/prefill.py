@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -15,6 +15,7 @@ from onegrid.model.live import LiveWeights
 from onegrid.ops.logprob import logits
 from onegrid.ops.packed_attention import segments_of
 from onegrid.sampler.cache import PrefillAttend, Prefilled
+from onegrid.sampler.draw import inverse_cdf, inverse_cdf_by_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,11 @@ class Model:
             kv_grid=grid,
             kernels=self.weights.kernels,
         )
+
+    @property
+    def inverse(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """The draw from log-probabilities by uniform numbers."""
+        return inverse_cdf_by_blocks if self.weights.device.type == "cuda" else inverse_cdf
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """FP32 [N, V]."""
