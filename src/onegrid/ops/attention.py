@@ -84,7 +84,7 @@ def _query_rows(q_BTHD: Tensor, num_groups: int, *, scaled: bool = True) -> Tens
 
 def _positions(q_BTHD: Tensor, num_groups: int, start_B: Tensor) -> Tensor:
     """int64 [B G, rows, 1]: position of every row of `_query_rows`."""
-    num_batch, num_queries, num_heads, _ = q_BTHD.shape
+    _, num_queries, num_heads, _ = q_BTHD.shape
     position_BT = start_B[:, None] + torch.arange(num_queries, device=q_BTHD.device)
     position = position_BT.repeat_interleave(num_heads // num_groups, dim=1)
     return pad_rows(position.repeat_interleave(num_groups, dim=0).unsqueeze(-1), HEAD_TILE)
