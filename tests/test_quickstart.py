@@ -1,4 +1,4 @@
-"""The configurations that ship are usable as they are."""
+"""The quickstarts are usable as they are."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from onegrid.study.parts import design
 CONFIGS = Path(__file__).parent.parent / "configs"
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
-def test_a_shipped_configuration_promises_equal_bits(path):
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("quickstart*.toml")), ids=lambda path: path.stem)
+def test_a_quickstart_promises_equal_bits(path):
     plan = design(load_config(path), path.parent)
     assert plan.plan.exact and plan.plan.recipe_name == "mxfp8"
     assert plan.config.eval.num_problems >= 1000
