@@ -164,6 +164,46 @@ def export(checkpoint: Path, target: Path) -> None:
 
 
 @app.command()
+@click.argument("parts", nargs=-1, metavar="[ops|sampler|learner|sync]...")
+@click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
+@click.option("--model", "shape", default="tiny", show_default=True, help="Shape: tiny, qwen3-0.6b or qwen3-8b.")
+@click.option("--presets", default="bf16,mxfp8", show_default=True, help="Recipes, the first for comparison.")
+@click.option("--batches", default="32", show_default=True, help="Sequences at once, such as 32,256.")
+@click.option("--prompt", default=128, show_default=True, help="Prompt tokens.")
+@click.option("--new", default=32, show_default=True, help="New tokens.")
+@click.option("--tokens", default=1024, show_default=True, help="Tokens of a learner's micro-batch.")
+@click.option("--layers", type=int, help="Fewer layers than the model has.")
+@click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Also write rows to this file.")
+def bench(
+    parts: tuple[str, ...],
+    device: str,
+    shape: str,
+    presets: str,
+    batches: str,
+    prompt: int,
+    new: int,
+    tokens: int,
+    layers: int | None,
+    output: Path | None,
+) -> None:
+    """Measure speed on this machine: ratios of two things in one run. All parts, if none is named."""
+    from onegrid.cli.bench import run
+
+    run(
+        parts,
+        device=device,
+        shape=shape,
+        presets=presets,
+        batches=batches,
+        prompt=prompt,
+        new=new,
+        tokens=tokens,
+        layers=layers,
+        output=output,
+    )
+
+
+@app.command()
 def version() -> None:
     """Print the versions of onegrid and of what its results depend on."""
     from onegrid.cli.version import run

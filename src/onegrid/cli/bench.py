@@ -1,0 +1,91 @@
+"""`onegrid bench`: speed on this machine, as a table and as JSON rows."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from onegrid.errors import ConfigError
+from onegrid.ops.pins import pin
+from onegrid.study import bench
+from onegrid.study.bench import Row
+
+PARTS = ("ops", "sampler", "learner", "sync")
+
+
+def run(
+    parts: tuple[str, ...],
+    *,
+    device: str,
+    shape: str,
+    presets: str,
+    batches: str,
+    prompt: int,
+    new: int,
+    tokens: int,
+    layers: int | None,
+    output: Path | None,
+) -> None:
+    """Measures `parts` one after another and prints a row as soon as it is known.
+
+    output  JSON file; rows of other commands that it holds already stay
+    Raises ConfigError for an unknown part or shape, or a device that is not there.
+    """
+    for part in parts:
+        if part not in PARTS:
+            raise ConfigError(f"no part {part!r} to measure; parts: {', '.join(PARTS)}")
+    if shape not in bench.SHAPES:
+        raise ConfigError(f"no model shape {shape!r}; shapes: {', '.join(bench.SHAPES)}")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but torch sees no GPU")
+    pin(device)
+    where = torch.device(device)
+    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.backends.cpu.get_cpu_capability()}"
+    about = {
+        "command": "onegrid " + " ".join(sys.argv[1:]),
+        "device": f"{name}, torch {torch.__version__}",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+    names, counts = presets.split(","), [int(count) for count in batches.split(",")]
+    table = Table(title=about["device"], title_justify="left")
+    for column in ("what", "ours", "unit", "other", "other is", "ratio", "target", "met"):
+        table.add_column(column)
+    rows: list[Row] = []
+    console = Console(highlight=False)
+    for part in parts or PARTS:
+        if part == "ops":
+            found = bench.bench_ops(where)
+        elif part == "sampler":
+            found = bench.bench_sampler(shape, names, counts, where, prompt=prompt, new=new, layers=layers)
+        elif part == "learner":
+            found = bench.bench_learner(shape, names, where, tokens=tokens, layers=layers)
+        else:
+            found = bench.bench_sync(shape, names, where, layers=layers)
+        for row in found:
+            rows.append(row)
+            table.add_row(*_cells(row))
+            if output is not None:
+                _save(output, rows, about)
+    console.print(table, crop=False, soft_wrap=not console.is_terminal)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    other = "" if row.other is None else f"{row.other:.4g}"
+    ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
+    met = "" if row.met is None else "yes" if row.met else "no"
+    return row.name, f"{row.ours:.4g}", row.unit, other, row.what, ratio, row.target, met
+
+
+def _save(output: Path, rows: list[Row], about: dict[str, str]) -> None:
+    old = json.loads(output.read_text(encoding="utf-8")) if output.exists() else []
+    kept = [entry for entry in old if entry["command"] != about["command"]]
+    output.write_text(json.dumps([*kept, *(asdict(r) | about for r in rows)], indent=1) + "\n", encoding="utf-8")

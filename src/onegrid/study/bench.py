@@ -1,0 +1,317 @@
+"""Speed, measured: operations, decoding, a learner's step, a synchronization. Ratios of two things in one run.
+
+Nothing here asserts. Every row says what stands on both sides of its ratio, and where a number comes from elsewhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from onegrid.formats import QUANTIZERS, quantize
+from onegrid.learner.learner import Learner, LearnerConfig
+from onegrid.model.canonical import Snapshot
+from onegrid.model.live import LiveWeights
+from onegrid.model.spec import ModelSpec, tensor_shapes
+from onegrid.ops.operand import operand
+from onegrid.ops.packed_attention import segments_of
+from onegrid.ops.table import kernels_for
+from onegrid.recipe import PRESETS, resolve
+from onegrid.sampler.engine import Engine, SamplerConfig
+from onegrid.sync.transaction import push
+from onegrid.types import Batch, Request, Rollout, Sampling, Sequence
+
+_QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+}
+SHAPES = {
+    "qwen3-8b": _QWEN3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-0.6b": _QWEN3
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "tiny": _QWEN3
+    | {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    },
+}
+"""Models by shape; their weights are random."""
+
+ELSEWHERE = {("qwen3-8b", 32): 4871.0, ("qwen3-8b", 256): 16_607.0, ("qwen3-0.6b", 256): 29_152.0}
+"""Tokens per second of vLLM 0.24.0 in BF16 on an H200, measured before, not in this run: prompt 128, 256 new."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One measured ratio."""
+
+    name: str
+    ours: float
+    unit: str
+    other: float | None
+    what: str
+    """What `other` is."""
+    ratio: float | None
+    target: str = ""
+    met: bool | None = None
+    why: str = ""
+
+
+def row(
+    name: str, ours: float, unit: str, other: float | None, what: str, *, least: float | None = None,
+    most: float | None = None, why: str = "",
+) -> Row:  # fmt: skip
+    """A row whose ratio is ours over other, with a target for the ratio from one side."""
+    ratio = None if other is None else ours / other
+    target = f">= {least}" if least is not None else f"<= {most}" if most is not None else ""
+    met = None
+    if ratio is not None and target:
+        met = ratio >= least if least is not None else ratio <= (most or 0.0)
+    return Row(
+        name=name, ours=ours, unit=unit, other=other, what=what, ratio=ratio, target=target, met=met, why=why
+    )  # fmt: skip
+
+
+def seconds(function: Callable[[], object], device: torch.device, *, repeats: int = 10, warmups: int = 2) -> float:
+    """Median seconds of a call, the device's work included."""
+    times = []
+    for index in range(warmups + repeats):
+        _wait(device)
+        began = time.perf_counter()
+        function()
+        _wait(device)
+        if index >= warmups:
+            times.append(time.perf_counter() - began)
+    return sorted(times)[len(times) // 2]
+
+
+def spec_and_plan(shape: str, preset: str, layers: int | None):
+    """Spec, plan and config of one of SHAPES, perhaps with fewer layers."""
+    config = SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers})
+    spec = ModelSpec.from_hf_config(config)
+    return spec, resolve(PRESETS[preset], config, tensor_shapes(spec))
+
+
+def random_tensors(spec: ModelSpec, device: torch.device) -> dict[str, Tensor]:
+    """BF16 weights by canonical name: normal, .02; norms around 1."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    out = {}
+    for name, shape in tensor_shapes(spec).items():
+        noise = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+        out[name] = noise * 0.02 if len(shape) > 1 else 1 + 0.1 * noise
+    return out
+
+
+def engine(
+    shape: str, preset: str, device: torch.device, *, slots: int, max_len: int, layers: int | None = None
+) -> Engine:
+    """An engine with random weights, version 0."""
+    spec, plan = spec_and_plan(shape, preset, layers)
+    live = LiveWeights(spec, plan, side="sampler", device=device)
+    for name, value in random_tensors(spec, device).items():
+        planned = plan[name].sampler_weight
+        held = value if planned is None else quantize(value, QUANTIZERS[planned])
+        parts = {"values": held} if isinstance(held, Tensor) else {"codes": held.codes, "scales": held.scales}
+        if not isinstance(held, Tensor) and held.amax is not None:
+            parts["amax"] = held.amax
+        for part, target in live.parts(name).items():
+            target.copy_(parts[part])
+    live.derive()
+    config = SamplerConfig(max_slots=slots, max_len=max_len, prefill_tokens=16_384)
+    return Engine(live, config, version=0)
+
+
+def requests(count: int, *, prompt: int, new: int, vocab: int) -> list[Request]:
+    """Prompts that share nothing; temperature 1."""
+    sampling = Sampling(max_new_tokens=new)
+    tokens = [tuple((i * 7919 + j * 104_729) % vocab for j in range(prompt)) for i in range(count)]
+    return [Request(prompt_index=i, sample=0, prompt_tokens=t, seed=1, sampling=sampling) for i, t in enumerate(tokens)]
+
+
+def bench_ops(device: torch.device) -> Iterator[Row]:
+    """Quantization against a copy; decode attention against the library's."""
+    wide = (8192, 4096) if device.type == "cuda" else (512, 1024)
+    x = torch.randn(wide, device=device).to(torch.bfloat16)
+    y = torch.empty_like(x)
+    copy = 2 * x.nbytes / graph_seconds(partial(y.copy_, x), device)
+    for name in ("mxfp8", "mxfp4", "nvfp4_row", "fp8_1x128"):
+        took = graph_seconds(partial(operand, x, QUANTIZERS[name]), device)
+        moved = x.nbytes + x.numel() * (2 if device.type == "cuda" else 4)
+        yield row(f"quantize-decode {name} {wide}", moved / took / 1e12, "TB/s", copy / 1e12, "copy", least=0.85)
+    if device.type == "cuda":
+        yield from _attention(device, copy)
+
+
+def _attention(device: torch.device, copy: float) -> Iterator[Row]:
+    kernels = kernels_for(device, num_heads=32, num_groups=8, head_dim=128)
+    stock = partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)
+    assert kernels.slots is not None
+    for count, length in ((32, 512), (256, 512), (256, 2048), (8, 8192), (1, 32_768)):
+        q, k, v = (torch.randn(count, n, 128, device=device).to(torch.bfloat16) for n in (32, 8, 8))
+        keys, values = (torch.randn(count, 8, length, 128, device=device).to(torch.bfloat16) for _ in range(2))
+        position = torch.full((count,), length - 1, device=device)
+        ours = graph_seconds(partial(kernels.slots, q, k, v, keys, values, position), device)
+        other = graph_seconds(partial(stock, q.unsqueeze(2), keys, values), device)
+        why = f"ours also writes the new key and value; byte floor {keys.nbytes * 2 / copy * 1e6:.0f} us"
+        name = f"decode attention {count} x {length} keys"
+        yield row(name, ours * 1e6, "us", other * 1e6, "stock split-key", most=1.1, why=why)
+    q, k, v = (torch.randn(8192, n, 128, device=device).to(torch.bfloat16) for n in (32, 8, 8))
+    segments = segments_of([i * 1024 for i in range(8)], [1024] * 8, 8192, device)
+    ours = seconds(partial(kernels.packed_attention, q, k, v, segments), device)
+    parts = [t.view(8, 1024, -1, 128).transpose(1, 2) for t in (q, k, v)]
+    other = seconds(partial(stock, *parts, is_causal=True), device)
+    yield row("prefill attention 8 x 1024", ours * 1e3, "ms", other * 1e3, "stock flash")
+
+
+def graph_seconds(function: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of a call without launch costs: a graph of eight calls on a GPU, the call itself elsewhere."""
+    if device.type != "cuda":
+        return seconds(function, device, repeats=5)
+    for _ in range(2):
+        function()
+    _wait(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(8):
+            function()
+    took = seconds(graph.replay, device) / 8
+    graph.reset()
+    return took
+
+
+def bench_sampler(
+    shape: str, presets: list[str], batches: list[int], device: torch.device, *, prompt: int, new: int,
+    layers: int | None = None,
+) -> Iterator[Row]:  # fmt: skip
+    """Tokens per second of whole calls, prefill included, after one call of the same size; exact log-probabilities."""
+    baseline: dict[int, float] = {}
+    for preset in presets:
+        sampler = engine(shape, preset, device, slots=max(batches), max_len=prompt + new, layers=layers)
+        vocab = sampler.weights.spec.vocab_size
+        for count in batches:
+            sampler.generate(requests(count, prompt=prompt, new=min(4, new), vocab=vocab))
+            wanted = requests(count, prompt=prompt, new=new, vocab=vocab)
+            took = seconds(partial(sampler.generate, wanted), device, repeats=1, warmups=0)
+            rate = count * new / took
+            name = f"decode {shape} {preset}, {count} sequences, prompt {prompt}, {new} new"
+            if preset == "bf16":
+                baseline[count] = rate
+                other = ELSEWHERE.get((shape, count)) if layers is None and (prompt, new) == (128, 256) else None
+                what = "vLLM 0.24.0 BF16, measured before on an H200, not in this run" if other else ""
+                yield row(name, rate, "tokens/s", other, what, least=None if other is None else 1.2)
+            else:
+                least = {("mxfp8", 32): 1.4, ("mxfp8", 256): 1.0, ("nvfp4_all", 32): 1.8}.get((preset, count))
+                yield row(name, rate, "tokens/s", baseline.get(count), "ours in bf16, same run", least=least)
+        del sampler
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def bench_learner(
+    shape: str, presets: list[str], device: torch.device, *, tokens: int, layers: int | None
+) -> Iterator[Row]:
+    """Forward and backward over `tokens` tokens; and whether its log-probs are the sampler's bytes."""
+    baseline: float | None = None
+    for preset in presets:
+        spec, plan = spec_and_plan(shape, preset, layers)
+        learner = Learner(spec, plan, random_tensors(spec, device), LearnerConfig(max_tokens=tokens), device=device)
+        length = min(512, tokens)
+        sampler = engine(shape, preset, device, slots=tokens // length, max_len=length, layers=layers)
+        prompt = length // 4
+        rollouts = sampler.generate(
+            requests(tokens // length, prompt=prompt, new=length - prompt, vocab=spec.vocab_size)
+        )
+        batch = batch_of(rollouts)
+        logp = learner.log_probs(batch)
+        found = torch.cat([r.logp_R for r in rollouts])
+        equal = (torch.cat(logp).cpu().view(torch.int32) == found.view(torch.int32)).double().mean().item()
+        num = found.numel()
+        yield row(f"{shape} {preset}: share of {num} log-probs with equal bytes", equal, "", 1.0, "all", least=1.0)
+        del sampler
+        took = seconds(partial(learner.forward_backward, batch), device, repeats=3, warmups=1)
+        if preset == "bf16":
+            baseline = took
+        most = {"mxfp8": 1.1}.get(preset)
+        name = f"learner {shape} {preset}, {tokens} tokens, {spec.num_layers} layers"
+        yield row(name, took * 1e3, "ms", None if baseline is None else baseline * 1e3, "ours in bf16", most=most)
+        del learner
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def bench_sync(shape: str, presets: list[str], device: torch.device, *, layers: int | None) -> Iterator[Row]:
+    """Snapshot, transfer, commit and proof of every tensor, on one device."""
+    baseline: float | None = None
+    for preset in presets:
+        spec, plan = spec_and_plan(shape, preset, layers)
+        learner = Learner(spec, plan, random_tensors(spec, device), LearnerConfig(), device=device)
+        sampler = engine(shape, preset, device, slots=16, max_len=64, layers=layers)
+        took = seconds(partial(_sync, learner, sampler), device, repeats=2, warmups=1)
+        if preset == "bf16":
+            baseline = took
+        most = {"mxfp8": 1.2}.get(preset)
+        name = f"sync {shape} {preset}, {spec.num_layers} layers"
+        yield row(name, took * 1e3, "ms", None if baseline is None else baseline * 1e3, "ours in bf16", most=most)
+        del learner, sampler
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _sync(learner: Learner, sampler: Engine) -> None:
+    learner.version += 1
+    tensors = learner.canonical()
+    push(Snapshot(version=learner.version, plan_digest=learner.plan.digest, tensors=tensors), sampler)
+
+
+def batch_of(rollouts: list[Rollout]) -> Batch:
+    """Every rollout as a training sequence, advantages alternating."""
+    sequences = []
+    for index, r in enumerate(rollouts):
+        count = len(r.tokens_R)
+        sequences.append(
+            Sequence(
+                tokens_T=torch.cat([torch.tensor(r.request.prompt_tokens), r.tokens_R]),
+                num_prompt=len(r.request.prompt_tokens),
+                sampler_logp_R=r.logp_R,
+                version_R=r.version_R,
+                advantage_R=torch.full((count,), 1.0 if index % 2 else -1.0),
+                mask_R=torch.ones(count, dtype=torch.bool),
+                group_id=index,
+            )
+        )
+    return Batch(sequences=tuple(sequences))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
