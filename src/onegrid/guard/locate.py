@@ -31,12 +31,15 @@ class Difference:
     """First element of the tensor that the byte belongs to."""
     byte_expected: int
     byte_found: int
+    """-1 where the part is not there in the expected shape."""
     value_expected: float
     value_found: float
     num_bytes: int
     """How many bytes differ, over all parts."""
 
     def __str__(self) -> str:
+        if self.byte_found < 0:
+            return f"{self.part} are not there in this shape and dtype"
         at = f"row {self.row}" + ("" if self.block is None else f", block {self.block}") + f", column {self.column}"
         return (
             f"{self.part}, {at}: byte 0x{self.byte_found:02x} ({self.value_found:.6g}), expected "
@@ -90,7 +93,7 @@ def _at(
     """index counts bytes inside the row."""
     byte = row * (expected[part].shape[-1] if expected[part].dim() else 1) * expected[part].element_size() + index
     bytes_expected, bytes_found = (
-        int(raw_bytes(side[part].detach().cpu().contiguous())[byte]) if part in side else 0
+        int(raw_bytes(side[part].detach().cpu().contiguous())[byte]) if part in side else -1
         for side in (expected, found)
     )
     element, block = _element(template, part, row, index // expected[part].element_size())

@@ -157,19 +157,26 @@ class LiveWeights:
         return operand(held, None) if held.dim() >= 2 else None
 
     def verify(self, keys: Iterable[str] | None = None) -> None:
-        """Raises SyncError (C3) naming the tensors whose operand differs in any byte from its re-derivation."""
+        """Raises SyncError (C3) naming all tensors whose operand differs in any byte from its re-derivation."""
+        wrong: list[str] = []
         for key in self.keys if keys is None else keys:
             new = self._derived(key)
             if new is None:
                 continue
-            for have, want in zip(_tensors(self.operands[key]), _tensors(new), strict=True):
-                if not torch.equal(_as_bytes(have), _as_bytes(want)):
-                    wrong = [n for i, n in enumerate(self.keys[key]) if not is_stack(key) or _differs(have, want, i)]
-                    raise SyncError(
-                        f"the operand that matmuls read is not the one its codes and scales stand for: {wrong}",
-                        condition="C3",
-                        tensors=tuple(wrong),
-                    )
+            pairs = list(zip(_tensors(self.operands[key]), _tensors(new), strict=True))
+            if all(torch.equal(_as_bytes(have), _as_bytes(want)) for have, want in pairs):
+                continue
+            stacked = is_stack(key)
+            for i, name in enumerate(self.keys[key]):
+                if not stacked or any(_differs(have, want, i) for have, want in pairs):
+                    wrong.append(name)
+        if wrong:
+            shown = ", ".join(wrong[:8]) + (f" and {len(wrong) - 8} more" if len(wrong) > 8 else "")
+            raise SyncError(
+                f"the operand that matmuls read is not the one its codes and scales stand for: {shown}",
+                condition="C3",
+                tensors=tuple(wrong),
+            )
 
     def digests(self, names: Iterable[str] | None = None) -> dict[str, dict[str, int]]:
         """Digest of every part of `names` (None for all) from the live storage, after `verify` of their keys."""

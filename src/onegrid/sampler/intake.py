@@ -58,6 +58,7 @@ class Intake:
 
     version  the version that serves; None before the first
     serving  False before the first version, and where a commit failed and could not be undone
+    refused  True from a commit that was undone to the next transaction
     """
 
     def __init__(self, store: Store, *, plan_digest: str, version: int | None = None) -> None:
@@ -71,7 +72,7 @@ class Intake:
         self._broken = ""
         self._coverage: dict[tuple[str, str], Coverage] = {}
         self._undo: tuple[int | None, dict[str, int]] | None = None
-        self._refused = False
+        self.refused = False
 
     def begin(self, manifest: Manifest) -> None:
         """Opens a transaction. What was staged and never committed, and the way back from the last commit, are lost.
@@ -105,7 +106,7 @@ class Intake:
             for name, entry in manifest.entries.items()
             for part, x in entry.parts.items()
         }
-        self._opened, self._refused = manifest, False
+        self._opened, self.refused = manifest, False
 
     def receive(self, bucket: Bucket) -> None:
         """Stages a bucket. SyncError C5 for pieces out of place; the transaction can then only be aborted."""
@@ -174,7 +175,7 @@ class Intake:
 
     def stored(self, name: str) -> dict[str, Tensor]:
         """Bytes by part of the version that came last: live, or where it was refused, what was put aside of it."""
-        if self._refused and self._staged is not None:
+        if self.refused and self._staged is not None:
             return self._staged[name]
         return self.store.parts(name)
 
@@ -225,10 +226,15 @@ class Intake:
         """Recomputes every operand."""
         self.store.derive()
 
+    def old(self, name: str) -> dict[str, Tensor]:
+        """Bytes by part that a commit has just exchanged for new ones."""
+        assert self._staged is not None
+        return self._staged[name]
+
     def _restore(self, before: tuple[int | None, dict[str, int]], cause: BaseException | None) -> None:
         """Puts the version `before` back, byte for byte, or leaves nothing serving."""
         self._close()
-        self._refused = True
+        self.refused = True
         self.version, self.digests = before
         self.serving = False
         try:

@@ -1,0 +1,193 @@
+"""Faults of C3 and C4: state derived from weights that is not made again, and storage that nobody reads."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onegrid.guard.injection import Bench, after_derive, exchange, moved, wrap
+from onegrid.model.decoder import head_name
+from onegrid.model.stacks import is_stack, stack_key
+from onegrid.ops.operand import Operand
+
+
+def not_derived(keys_of: Callable[[Bench], list[str]]) -> Callable[[Bench], None]:
+    """Operands of some layers stay those of the version before."""
+
+    def inject(bench: Bench) -> None:
+        def derive(original: Callable[..., None], *arguments: Any) -> None:
+            keys = keys_of(bench) if bench.armed else []
+            before = {key: copies(bench.weights.operands[key]) for key in keys}
+            original(*arguments)
+            for key, kept in before.items():
+                now = tensors(bench.weights.operands[key])
+                if any(not torch.equal(x, y) for x, y in zip(now, kept, strict=True)):
+                    bench.touch(_names_that_differ(bench, key, now, kept))
+                for live, old in zip(now, kept, strict=True):
+                    live.copy_(old)
+
+        wrap(bench.weights, "derive", derive)
+
+    return inject
+
+
+def moved_key(bench: Bench) -> list[str]:
+    """One layer whose codes have moved, not of experts."""
+    return [stack_key(n) for n in moved(bench) if not is_stack(stack_key(n))][-1:]
+
+
+def expert_keys(bench: Bench) -> list[str]:
+    """All stacks of experts."""
+    return [key for key in bench.weights.keys if is_stack(key)]
+
+
+def layout_swapped(bench: Bench) -> None:
+    """The kernel's layout has gate and up in each other's place; codes and scales are right."""
+
+    def act() -> None:
+        gates = [key for key in expert_keys(bench) if key.endswith("gate_proj.weight")]
+        for gate in gates:
+            up = gate.replace("gate_proj", "up_proj")
+            pair = zip(tensors(bench.weights.operands[gate]), tensors(bench.weights.operands[up]), strict=True)
+            for one, other in pair:
+                exchange(one, other)
+            bench.touch([*bench.weights.keys[gate], *bench.weights.keys[up]])
+
+    after_derive(bench, act)
+
+
+def operand_permuted(bench: Bench) -> None:
+    """Rows of one kernel's operand in another order; shape and dtype are kept."""
+
+    def act() -> None:
+        key = expert_keys(bench)[-1]
+        for live in tensors(bench.weights.operands[key]):
+            live[-1].copy_(live[-1].clone().roll(1, dims=0))
+        bench.touch([bench.weights.keys[key][-1]])
+
+    after_derive(bench, act)
+
+
+def tied_copy(bench: Bench) -> None:
+    """A head that keeps the copy of the embedding it was built with."""
+    first: list[Tensor] = []
+
+    def serving(original: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+        cache, model = original()
+        if not first:
+            first.append(bench.weights.tensor(head_name(bench.weights.spec)).clone())
+        if not bench.armed:
+            first[0] = bench.weights.tensor(head_name(bench.weights.spec)).clone()
+            return cache, model
+        bench.touch([])
+        return cache, Served(model, head_VD=first[0])
+
+    wrap(bench.sampler, "_serving", serving)
+
+
+def table_corrupted(bench: Bench) -> None:
+    """A table that no checkpoint holds comes back wrong from a reload."""
+    good = bench.sampler.rope
+
+    def act() -> None:
+        cos = good[0].clone()
+        cos[2:] *= 1.0078125
+        bench.sampler.rope = (cos, *good[1:])
+        bench.touch([])
+
+    after_derive(bench, act, lambda: setattr(bench.sampler, "rope", good))
+
+
+def cache_grid(bench: Bench) -> None:
+    """The sampler keeps keys and values in FP8, the plan says BF16."""
+
+    def serving(original: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+        cache, model = original()
+        if not bench.armed:
+            return cache, model
+        bench.touch([])
+        weights = copy.copy(model.weights)
+        weights.plan = dataclasses.replace(model.weights.plan, kv_cache="fp8")
+        return cache, dataclasses.replace(model, weights=weights)
+
+    wrap(bench.sampler, "_serving", serving)
+
+
+def graph_with_old_addresses(one_only: bool) -> Callable[[Bench], None]:
+    """An update puts operands into new storage, and what serves was captured with the old.
+
+    one_only  only one layer's update went astray
+    """
+
+    def inject(bench: Bench) -> None:
+        graph: dict[str, Operand] = {}
+
+        def derive(original: Callable[..., None], *arguments: Any) -> None:
+            weights = bench.weights
+            if bench.armed and not graph:
+                graph.update(weights.operands)
+                keys = moved_key(bench) if one_only else list(graph)
+                for key in keys:
+                    old = weights.operands[key]
+                    weights.operands[key] = Operand(
+                        old.values.clone(), old.kind, *(_clone(x) for x in (old.row, old.block))
+                    )
+            original(*arguments)
+            if bench.armed:
+                bench.touch([])
+
+        def serving(original: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+            cache, model = original()
+            if not graph or not bench.armed:
+                return cache, model
+            captured = copy.copy(model.weights)
+            captured.operands = graph
+            return cache, dataclasses.replace(model, weights=captured)
+
+        wrap(bench.weights, "derive", derive)
+        wrap(bench.sampler, "_serving", serving)
+
+    return inject
+
+
+class Served:
+    """A model with a head of its own."""
+
+    def __init__(self, model: Any, *, head_VD: Tensor) -> None:
+        self.model, self.head_VD = model, head_VD
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """FP32 [N, V] of the kept head."""
+        from onegrid.ops.logprob import logits
+
+        return logits(hidden_ND, self.head_VD)
+
+
+def tensors(o: Operand) -> list[Tensor]:
+    """Storage of an operand."""
+    return [x for x in (o.values, o.row, o.block) if x is not None]
+
+
+def copies(o: Operand) -> list[Tensor]:
+    """Copies of it."""
+    return [x.clone() for x in tensors(o)]
+
+
+def _clone(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.clone()
+
+
+def _names_that_differ(bench: Bench, key: str, now: list[Tensor], kept: list[Tensor]) -> list[str]:
+    names = bench.weights.keys[key]
+    if not is_stack(key):
+        return list(names)
+    pairs = list(zip(now, kept, strict=True))
+    return [n for i, n in enumerate(names) if any(not torch.equal(x[i], y[i]) for x, y in pairs)]

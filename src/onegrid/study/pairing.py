@@ -1,0 +1,108 @@
+"""A pairing so small that a run takes a second, for faults to go into: the loop, the learner and the engine are real."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from onegrid.guard.guard import Guard
+from onegrid.guard.injection import Bench
+from onegrid.learner.learner import Learner, LearnerConfig
+from onegrid.model.live import LiveWeights
+from onegrid.model.spec import ModelSpec, tensor_shapes
+from onegrid.recipe import preset, resolve
+from onegrid.rl.characters import CharacterTokenizer
+from onegrid.rl.checkpoint import CheckpointConfig
+from onegrid.rl.dynamic import DynamicConfig
+from onegrid.rl.evaluate import EvalConfig
+from onegrid.rl.loop import LoopConfig, train
+from onegrid.rl.old_policy import CorrectionConfig
+from onegrid.rl.progress import Display
+from onegrid.rl.record import Record, RecordConfig
+from onegrid.rl.tasks import ArithmeticTask, Prompt
+from onegrid.sampler.engine import Engine, SamplerConfig
+from onegrid.types import Sampling
+
+AT = 2
+"""First version that a fault touches: the third synchronization, so that a version before has served and been learned."""
+STEPS = AT + 1
+
+BASE: dict[str, Any] = {
+    "vocab_size": CharacterTokenizer().vocab_size,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": CharacterTokenizer.eos_token_id,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "moe": BASE
+    | {
+        "model_type": "qwen3_moe",
+        "tie_word_embeddings": False,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "tied": BASE | {"model_type": "qwen3", "tie_word_embeddings": True},
+}
+
+
+class Sums(ArithmeticTask):
+    """The same prompts in every step, and a reward that differs between almost any two answers.
+
+    So every step moves weights, and a prompt is met again after each synchronization.
+    """
+
+    def prompts(self, step: int, attempt: int = 0) -> list[Prompt]:
+        """Those of step 0, under indices of their own."""
+        first = step * self._num_prompts
+        return [replace(p, prompt_index=first + i) for i, p in enumerate(super().prompts(0))]
+
+    def score(self, prompt: Prompt, text: str) -> float | None:
+        """A number in 0 .. 1 from the characters."""
+        return sum(map(ord, text)) % 7 / 6
+
+
+def make_bench(model: str = "moe", recipe: str = "mxfp8", *, device: str = "cpu") -> Bench:
+    """Learner with random weights and an engine that waits for them."""
+    config = MODELS[model]
+    spec = ModelSpec.from_hf_config(config)
+    shapes = tensor_shapes(spec)
+    plan = resolve(preset(recipe), config, shapes, backward="dequantized")
+    generator = torch.Generator().manual_seed(0)
+    weights = {n: torch.randn(s, generator=generator) * 0.2 + (len(s) == 1) for n, s in shapes.items()}
+    learner = Learner(spec, plan, weights, LearnerConfig(lr=1e-2), device=device)
+    live = LiveWeights(spec, plan, side="sampler", device=device)
+    engine = Engine(live, SamplerConfig(max_slots=6, max_len=16), decode_text=CharacterTokenizer().decode)
+    return Bench(learner, engine, at=AT)
+
+
+def run_loop(bench: Bench, guard: Guard, folder: Path, *, num_steps: int = STEPS) -> None:
+    """`rl.loop.train` on the bench; raises what the loop raises. The record is in `folder`."""
+    tokenizer = CharacterTokenizer()
+    train(
+        Sums(tokenizer, num_prompts=2, seed=0, digits=1),
+        bench.learner,
+        bench.sampler,
+        guard=guard,
+        config=LoopConfig(num_steps=num_steps, prompts_per_step=2, samples_per_prompt=4, log_reference=False),
+        sampling=Sampling(max_new_tokens=4, stop_token_ids=(CharacterTokenizer.eos_token_id,)),
+        seed=0,
+        tokenizer=tokenizer,
+        record=Record(folder, config=RecordConfig(rollouts_every=0)),
+        display=Display(num_steps, console=Console(quiet=True)),
+        dynamic=DynamicConfig(),
+        correction=CorrectionConfig(),
+        evaluation=EvalConfig(num_problems=1),
+        checkpoints=CheckpointConfig(every=0),
+    )
