@@ -75,8 +75,11 @@ class RunConfig:
         recipe_from_dict(self.recipe)
         if self.sampling.temperature <= 0:
             raise ConfigError(f"sampling.temperature is {self.sampling.temperature}; training needs samples: above 0")
-        if self.loss.kl_coefficient > 0 and not self.loop.log_reference:
-            raise ConfigError("loss.kl_coefficient is above 0, which needs loop.log_reference = true")
+        if self.loss.kl_coefficient > 0 and self.loop.reference_every != 1:
+            raise ConfigError(
+                f"loss.kl_coefficient is {self.loss.kl_coefficient}, which needs the reference in every step: "
+                f"loop.reference_every must be 1, not {self.loop.reference_every}"
+            )
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:

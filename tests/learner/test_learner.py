@@ -8,9 +8,9 @@ import dataclasses
 import pytest
 import torch
 
-from onegrid.errors import CheckpointError, NonFiniteError, WeightsError
+from onegrid.errors import CheckpointError, ConfigError, NonFiniteError, WeightsError
 from onegrid.formats import QuantTensor
-from onegrid.learner.learner import Learner, LearnerConfig
+from onegrid.learner.learner import Learner, LearnerConfig, learning_rate
 from onegrid.learner.loss import LossConfig
 from onegrid.mismatch.metrics import compare
 from onegrid.model.spec import tensor_shapes
@@ -250,6 +250,14 @@ def test_warm_up_clipping_and_groups_of_layers_are_reported():
     groups = {k: v for k, v in metrics.items() if k.startswith("train/grad_norm/")}
     assert {"train/grad_norm/layers.0", "train/grad_norm/layers.1", "train/grad_norm/embed_tokens"} <= groups.keys()
     assert sum(v**2 for v in groups.values()) ** 0.5 == pytest.approx(metrics["train/grad_norm"])
+
+
+def test_the_rate_warms_up_and_decays_to_zero():
+    config = LearnerConfig(lr=1.0, warmup_steps=2, decay_steps=6)
+    rates = [learning_rate(config, done) for done in range(8)]
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0])
+    with pytest.raises(ConfigError, match=r"decay_steps 2.*warmup_steps 2"):
+        LearnerConfig(warmup_steps=2, decay_steps=2)
 
 
 def test_bad_weights_and_gradients_are_named_and_change_nothing():

@@ -60,7 +60,7 @@ def evaluated(
     folder = checkpoints.state_folder(path)
     run_config = _config(path, folder, config, overrides)
     base = config.parent if config else Path()
-    plan = design(replace(run_config, loop=replace(run_config.loop, log_reference=False)), base)
+    plan = design(replace(run_config, loop=replace(run_config.loop, reference_every=0)), base)
     parts = build(plan)
     if folder is not None:
         parts.learner.load_state_dict(checkpoints.load(folder, plan.config.device)["learner"])

@@ -36,6 +36,8 @@ class LearnerConfig:
     lr: float = 1e-6
     warmup_steps: int = 0
     """Linear warm-up from lr / warmup_steps; a fresh Adam at full speed can undo a good start in one step."""
+    decay_steps: int = 0
+    """After the warm-up the rate falls linearly, to 0 at this update and beyond; 0 keeps it constant."""
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
@@ -51,6 +53,10 @@ class LearnerConfig:
     def __post_init__(self) -> None:
         if not (0.0 <= self.lr < float("inf")) or self.warmup_steps < 0:
             raise ConfigError(f"lr {self.lr} must be finite and >= 0 and warmup_steps {self.warmup_steps} >= 0")
+        if self.decay_steps and self.decay_steps <= self.warmup_steps:
+            raise ConfigError(
+                f"decay_steps {self.decay_steps} must be beyond warmup_steps {self.warmup_steps}, or 0 for no decay"
+            )
         if not (0.0 <= self.beta1 < 1.0 and 0.0 <= self.beta2 < 1.0 and self.eps > 0.0):
             raise ConfigError(f"beta1 {self.beta1} and beta2 {self.beta2} must be in [0, 1) and eps {self.eps} above 0")
         if self.weight_decay < 0.0 or self.max_grad_norm < 0.0 or self.max_tokens < 1:
@@ -255,7 +261,7 @@ class Learner:
             for master in self.masters.values():
                 if master.grad is not None:
                     master.grad.mul_(limit / total)
-        lr = self.config.lr * min(1.0, (self.num_updates + 1) / max(1, self.config.warmup_steps))
+        lr = learning_rate(self.config, self.num_updates)
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = lr
         self.optimizer.step()
@@ -307,6 +313,15 @@ class Learner:
         for site in self.grad_weights.sites.values():
             if set(site.calls) - {site.backward}:
                 raise CapabilityError(f"{site.key}: asked for backward {site.backward!r}, ran {sorted(site.calls)}")
+
+
+def learning_rate(config: LearnerConfig, num_updates: int) -> float:
+    """Rate of the update after `num_updates`: a linear warm-up, then constant or a linear decay to 0."""
+    warm = min(1.0, (num_updates + 1) / max(1, config.warmup_steps))
+    if not config.decay_steps or num_updates < config.warmup_steps:
+        return config.lr * warm
+    left = (config.decay_steps - num_updates) / (config.decay_steps - config.warmup_steps)
+    return config.lr * max(0.0, left)
 
 
 def _gather(

@@ -40,8 +40,9 @@ class LoopConfig:
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     truncated: Literal["keep", "mask"] = "keep"
     """Whether completions that were cut at the cap take part in the loss."""
-    log_reference: bool = True
-    """Compare with the policy of the start, at the price of a forward pass a step. Needed for loss.kl_coefficient."""
+    reference_every: int = 1
+    """Compare with the policy of the start in every so many steps, at the price of a forward pass; 0: never.
+    loss.kl_coefficient needs every step."""
     max_constant_steps: int = 50
     """So many steps in a row without a group whose rewards differ end the run."""
 
@@ -49,8 +50,8 @@ class LoopConfig:
         for name in ("prompts_per_step", "samples_per_prompt", "max_constant_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.num_steps < 0:
-            raise ConfigError(f"num_steps is {self.num_steps}; it must be at least 0")
+        if self.num_steps < 0 or self.reference_every < 0:
+            raise ConfigError(f"num_steps {self.num_steps} and reference_every {self.reference_every} must be at least 0")
         if self.samples_per_prompt == 1:
             raise ConfigError("samples_per_prompt is 1; a group of one has no advantage, it takes at least 2")
 
@@ -111,7 +112,8 @@ def train(
                 temperature=sampling.temperature,
             )
             with clock("reference"):
-                reference_logp = reference.log_probs(batch) if reference else None
+                due = reference is not None and step % config.reference_every == 0
+                reference_logp = reference.log_probs(batch) if reference and due else None
             with clock("logprob"):
                 old = old_policy(learner, batch, correction)
             with clock("update"):

@@ -41,7 +41,7 @@ def memory_estimate(design: Design) -> dict[str, int]:
         * spec.num_kv_heads
         * spec.head_dim,
     }
-    if config.loop.log_reference:
+    if config.loop.reference_every:
         found["reference: masters, codes and operands"] = (6 + operand) * num_weights
     return found | {"total": sum(found.values())}
 

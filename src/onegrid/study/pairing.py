@@ -1,4 +1,4 @@
-"""A pairing so small that a run takes a second, for faults to go into: the loop, the learner and the engine are real."""
+"""A pairing so small that a run takes a second, for faults to go into: loop, learner and engine are the real ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from onegrid.sampler.engine import Engine, SamplerConfig
 from onegrid.types import Sampling
 
 AT = 2
-"""First version that a fault touches: the third synchronization, so that a version before has served and been learned."""
+"""First version that a fault touches: that of the third synchronization, so that the one before has served."""
 STEPS = AT + 1
 
 BASE: dict[str, Any] = {
@@ -95,7 +95,7 @@ def run_loop(bench: Bench, guard: Guard, folder: Path, *, num_steps: int = STEPS
         bench.learner,
         bench.sampler,
         guard=guard,
-        config=LoopConfig(num_steps=num_steps, prompts_per_step=2, samples_per_prompt=4, log_reference=False),
+        config=LoopConfig(num_steps=num_steps, prompts_per_step=2, samples_per_prompt=4),
         sampling=Sampling(max_new_tokens=4, stop_token_ids=(CharacterTokenizer.eos_token_id,)),
         seed=0,
         tokenizer=tokenizer,

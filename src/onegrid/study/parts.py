@@ -96,5 +96,5 @@ def build(design: Design) -> Parts:
         tokenizer=tokenizer,
         learner=learner(design.plan),
         sampler=Engine(live, config.sampler, decode_text=tokenizer.decode),
-        reference=learner(design.reference_plan) if config.loop.log_reference else None,
+        reference=learner(design.reference_plan) if config.loop.reference_every else None,
     )

@@ -70,7 +70,7 @@ def random_weights(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
 
 
 def make_start(
-    config: Mapping[str, Any], folder: Path, *, seed: int, target: float, max_steps: int, every: int = 10
+    config: Mapping[str, Any], folder: Path, *, seed: int, target: float, max_steps: int, every: int = 5
 ) -> float:
     """Write a checkpoint as soon as its greedy held-out accuracy, in BF16, has reached the target; print the way there.
 
