@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onegrid.convert.by_rows import dequantize_by_rows, require_finite
 from onegrid.convert.layouts import CODES, COMPANIONS, GLOBALS, INPUTS, SCALES
 from onegrid.convert.stored import is_power_of_two, quant_tensor
-from onegrid.errors import NonFiniteError, WeightsError
-from onegrid.formats import QUANTIZERS, QuantTensor, dequantize
+from onegrid.errors import WeightsError
+from onegrid.formats import QUANTIZERS, QuantTensor
 from onegrid.model.shards import INDEX, SINGLE, Entry, entries, open_shard, some
 from onegrid.recipe.dialects.foreign import Foreign, read_config
 from onegrid.recipe.kinds import packed_parts
@@ -102,11 +103,9 @@ class Source:
     def values(self, name: str) -> Tensor:
         """A weight in BF16: decoded and rounded once, or a plain tensor rounded. NonFiniteError for NaN and Inf."""
         stored = self.read(name)
-        out = stored.bfloat16() if isinstance(stored, Tensor) else dequantize(stored, torch.bfloat16)
-        num_bad = out.numel() - int(out.isfinite().sum())
-        if num_bad:
-            raise NonFiniteError(f"{name} has {num_bad} NaN or Inf among {out.numel()} numbers")
-        return out
+        if isinstance(stored, QuantTensor):
+            return require_finite(name, dequantize_by_rows(stored, torch.bfloat16))
+        return require_finite(name, stored.bfloat16())
 
     def read_input_scale(self, name: str) -> Tensor:
         """The static input scale of a weight that has one, FP32 of shape (). WeightsError if not positive."""

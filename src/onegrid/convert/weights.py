@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from onegrid.convert.by_rows import largest, quantize_by_rows, require_finite
 from onegrid.convert.layouts import Layout
 from onegrid.convert.source import Source
 from onegrid.convert.stored import as_mxfp8, parts_on_disk, with_amax
 from onegrid.errors import NonFiniteError, WeightsError
-from onegrid.formats import QUANTIZERS, Quantizer, QuantTensor, quantize
+from onegrid.formats import QUANTIZERS, Quantizer, QuantTensor
 from onegrid.formats.casts import divide
 from onegrid.recipe import Plan
 from onegrid.recipe.kinds import fused_group
@@ -49,9 +50,7 @@ class Converter:
             if isinstance(stored, QuantTensor):
                 return {name: self.source.values(name)}
             if stored.dtype.is_floating_point and stored.element_size() > 1:
-                num_bad = stored.numel() - int(stored.isfinite().sum())
-                if num_bad:
-                    raise NonFiniteError(f"{name} has {num_bad} NaN or Inf among {stored.numel()} numbers")
+                require_finite(name, stored)
             return {name: stored}
         stem = name.removesuffix(".weight")
         parts = parts_on_disk(self.quantized(name), self.rows[name])
@@ -67,7 +66,7 @@ class Converter:
             return with_amax(q, amax)
         if q is not None and amax is None:
             return q
-        q = quantize(self.source.values(name), target, amax=amax)
+        q = quantize_by_rows(self.source.values(name), target, amax)
         if int(q.stats.overflow):
             raise NonFiniteError(
                 f"{name} has {int(q.stats.overflow)} scales that {target} cannot decode to finite numbers"
@@ -120,7 +119,7 @@ class Converter:
                 return None
             carried = [None] * len(group)
         each = [
-            self.source.values(name).abs().amax().float() if q is None or q.amax is None else q.amax
+            largest(self.source.values(name)) if q is None or q.amax is None else q.amax
             for name, q in zip(group, carried, strict=True)
         ]
         return torch.stack(each).amax()
