@@ -1,4 +1,4 @@
-"""The error tree: what a user can meet, by kind. Every message says what was wrong, the value, what is allowed and what to do."""
+"""The error tree: what a user can meet, by kind. A message says what was wrong, what is allowed and what to do."""
 
 
 class OnegridError(Exception):

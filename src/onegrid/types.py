@@ -15,7 +15,7 @@ class Sampling:
     """How tokens are drawn."""
 
     temperature: float = 1.0
-    """Divides the logits. 0 takes the most likely token (ties to the lower id) and reports its log-probability at temperature 1."""
+    """Divides the logits. 0 takes the most likely token (ties to the lower id) and reports its probability at 1."""
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps all."""
@@ -28,7 +28,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One completion to be sampled. Its tokens depend on (seed, prompt_index, sample, position) and the weights, on nothing else."""
+    """One completion to be sampled: its tokens depend on (seed, prompt_index, sample, position) and weights alone."""
 
     prompt_index: int
     """Position of the prompt in the task's order; also the group of the completion."""

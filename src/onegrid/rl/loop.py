@@ -51,7 +51,7 @@ class LoopConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.num_steps < 0 or self.reference_every < 0:
-            raise ConfigError(f"num_steps {self.num_steps} and reference_every {self.reference_every} must be at least 0")
+            raise ConfigError(f"num_steps {self.num_steps} and reference_every {self.reference_every}: not below 0")
         if self.samples_per_prompt == 1:
             raise ConfigError("samples_per_prompt is 1; a group of one has no advantage, it takes at least 2")
 
