@@ -204,6 +204,30 @@ def bench(
 
 
 @app.command()
+@click.argument("names", nargs=-1, metavar="[FAULT]...")
+@click.option("--list", "show", is_flag=True, help="Print every fault, what it breaks and which checks must object.")
+@click.option("--campaign", type=click.Choice(["quick", "full"]), help="All faults, 100 or 1000 random corruptions.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the random corruptions.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows here.")
+@click.option("--page", type=click.Path(dir_okay=False, path_type=Path), help="Write the tables, as Markdown, here.")
+def faults(
+    names: tuple[str, ...], show: bool, campaign: str | None, seed: int, json_file: Path | None, page: Path | None
+) -> None:
+    """Put faults into the real loop and see which checks catch them.
+
+    Exits with 1 if one gets through, is named wrongly, or a check objects without a fault.
+    """
+    from onegrid.cli.faults import list_faults, run
+
+    if show:
+        list_faults()
+    elif campaign or names:
+        run(campaign, names, seed=seed, json_file=json_file, page=page)
+    else:
+        raise click.UsageError("name faults, or give --campaign or --list")
+
+
+@app.command()
 def version() -> None:
     """Print the versions of onegrid and of what its results depend on."""
     from onegrid.cli.version import run
