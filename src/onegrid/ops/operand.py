@@ -57,7 +57,7 @@ def operand(x: Tensor, quantizer: Quantizer | None, *, axis: int = -1, amax: Ten
         values = x.to(torch.bfloat16).to(dtype)
         return Operand(values if axis == -1 else values.mT)
     if quantizer.matmul in ("decoded", "nvfp4"):
-        if amax is None and worth_compiling(x, quantizer):
+        if amax is None and worth_compiling(x, quantizer, axis):
             values, found = compiled_decode(x, quantizer, axis)
         else:
             q = quantize_decode(x, quantizer, axis=axis, amax=amax, stats=False)

@@ -143,7 +143,7 @@ TABLE = (
         name="compiled",
         promise="bits",
         devices="CUDA",
-        shapes="two axes, at least 512 wide",
+        shapes="two axes, at least 512 wide, whole blocks",
         where="quantize_compiled.compiled_decode",
     ),
     Implementation(
