@@ -124,12 +124,9 @@ def test_bytes_do_not_depend_on_how_the_source_is_split(tmp_path):
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 5
     for source in ("one", "many"):
         convert(tmp_path / source, tmp_path / f"{source}_low", preset("nvfp4_all"), layout="modelopt")
-    torch_threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        convert(tmp_path / "many", tmp_path / "single_thread", preset("nvfp4_all"), layout="modelopt")
-    finally:
-        torch.set_num_threads(torch_threads)
+    before = torch.get_num_threads()
+    convert(tmp_path / "many", tmp_path / "single_thread", preset("nvfp4_all"), layout="modelopt", threads=1)
+    assert torch.get_num_threads() == before
     one = files_of(tmp_path / "one_low")
     assert files_of(tmp_path / "many_low") == one == files_of(tmp_path / "single_thread")
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from onegrid.convert.by_rows import one_core_each
 from onegrid.convert.prepare import extra_tensors, identity_of, prepare
 from onegrid.convert.shard_files import write_file
 from onegrid.convert.source import open_source
@@ -43,6 +44,7 @@ def convert(
     layout: str | None = None,
     max_shard_bytes: int = 5_000_000_000,
     overwrite: bool = False,
+    threads: int = 2,
     on_tensor: Callable[[str, int, int], None] | None = None,
 ) -> Report:
     """Write a checkpoint in the formats of a recipe, in one of the published layouts.
@@ -52,10 +54,11 @@ def convert(
     layout           "modelopt", "sglang", "compressed-tensors" or "deepseek"; None only where nothing is quantized
     max_shard_bytes  a new file begins above it; a single weight may exceed it
     overwrite        replace a target that is not empty
+    threads          weights that are worked on at a time; bytes do not depend on it
     on_tensor        called after each weight with its name, its place and the number of all
     Weights are rounded to BF16 before they are quantized, as learner and sampler do; tensors that stay unquantized keep
-    their bytes. One weight at a time is in memory. Raises WeightsError, RecipeError and NonFiniteError before anything
-    at the target changes, CheckpointError when the disk refuses.
+    their bytes. As many weights as threads are in memory. Raises WeightsError, RecipeError and NonFiniteError before
+    anything at the target changes, CheckpointError when the disk refuses.
     """
     folder, target = Path(source), Path(target)
     check_target(folder, target, overwrite=overwrite)
@@ -72,12 +75,13 @@ def convert(
         if on_tensor is not None:
             on_tensor(name, num_done, total)
 
-    for file in work.files:
-        if file.name in reused:
-            for name in file.weights:
-                done(name)
-        else:
-            write_file(file, staging, converter.tensors, done=done)
+    with one_core_each():
+        for file in work.files:
+            if file.name in reused:
+                for name in file.weights:
+                    done(name)
+            else:
+                write_file(file, staging, converter.tensors, done=done, threads=threads)
     finish(staging, target, work)
     work.source.close()
     return Report(

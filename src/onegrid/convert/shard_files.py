@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,20 +106,26 @@ def _shard_file(name: str, weights: list[str], targets: Mapping[str, Mapping[str
 
 
 def write_file(
-    file: ShardFile, folder: Path, produce: Callable[[str], Mapping[str, Tensor]], *, done: Callable[[str], None]
+    file: ShardFile,
+    folder: Path,
+    produce: Callable[[str], Mapping[str, Tensor]],
+    *,
+    done: Callable[[str], None],
+    threads: int = 1,
 ) -> None:
     """Write one file under a temporary name, make it durable and rename it.
 
     produce  canonical name -> its tensors by key, exactly those of the file's slots
     done     called with every canonical name that is written
+    threads  weights that are produced at a time; this thread writes them in order, so bytes do not depend on it
     Raises CheckpointError when the disk refuses; the partial file is removed, whole files stay for a later attempt.
     """
     partial = folder / f"{file.name}.partial"
     try:
         with partial.open("wb") as out:
             out.write(file.header)
-            for name in file.weights:
-                for key, tensor in produce(name).items():
+            for name, tensors in _produced(file.weights, produce, threads):
+                for key, tensor in tensors.items():
                     slot = file.slots[key]
                     assert tensor.dtype == DTYPES[slot.dtype] and tuple(tensor.shape) == slot.shape, (key, slot)
                     out.seek(file.starts[key])
@@ -133,6 +141,22 @@ def write_file(
             f"cannot write {folder / file.name}: {error}; nothing was replaced, and what is whole will be used "
             f"when the same conversion runs again"
         ) from error
+
+
+def _produced(
+    names: Iterable[str], produce: Callable[[str], Mapping[str, Tensor]], threads: int
+) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+    """Names with their tensors, in order; at most `threads` weights are in the making or waiting."""
+    with ThreadPoolExecutor(threads) as pool:
+        waiting: deque[tuple[str, Future[Mapping[str, Tensor]]]] = deque()
+        for name in names:
+            waiting.append((name, pool.submit(produce, name)))
+            if len(waiting) == threads:
+                done, future = waiting.popleft()
+                yield done, future.result()
+        while waiting:
+            done, future = waiting.popleft()
+            yield done, future.result()
 
 
 def index_of(files: Iterable[ShardFile]) -> dict[str, object]:

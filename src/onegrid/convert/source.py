@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ from onegrid.recipe.kinds import packed_parts
 
 FLOATS = ("BF16", "F16", "F32")
 _BLOCKS = ("fp8_128x128", "fp8_128x128_fp32")
-_OPEN_FILES = 8
+_OPEN_FILES = 3
+"""Pages of open files count as memory of this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class Source:
     entries: dict[str, Entry]
     weights: dict[str, Weight]
     _files: OrderedDict[Path, Any] = field(default_factory=OrderedDict, repr=False)
+    _lock: Lock = field(default_factory=Lock, repr=False)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Canonical name -> logical shape, for `onegrid.recipe.resolve`."""
@@ -130,15 +133,16 @@ class Source:
 
     def _part(self, part: Part) -> Tensor:
         path = self.entries[part.key].file
-        if path not in self._files:
-            while len(self._files) >= _OPEN_FILES:
-                self._files.popitem(last=False)
-            self._files[path] = open_shard(path)
-        self._files.move_to_end(path)
-        if part.expert is None:
-            return self._files[path].get_tensor(part.key)
-        rows = slice(None) if part.rows is None else slice(*part.rows)
-        return self._files[path].get_slice(part.key)[part.expert, rows]
+        with self._lock:
+            if path not in self._files:
+                while len(self._files) >= _OPEN_FILES:
+                    self._files.popitem(last=False)
+                self._files[path] = open_shard(path)
+            self._files.move_to_end(path)
+            if part.expert is None:
+                return self._files[path].get_tensor(part.key)
+            rows = slice(None) if part.rows is None else slice(*part.rows)
+            return self._files[path].get_slice(part.key)[part.expert, rows]
 
 
 def open_source(folder: Path | str) -> Source:
