@@ -8,15 +8,16 @@ undone, and the version before goes on serving.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from torch import Tensor
 
-from onegrid.errors import CapabilityError, ConfigError, SyncError
+from onegrid.errors import CapabilityError, ConfigError, RecipeError, SyncError
 from onegrid.guard import audit, byte_comparison, digests, freshness, probe, selfcheck, sentinel
+from onegrid.guard.fallback import fall_back
 from onegrid.guard.incident import page
 from onegrid.guard.verdict import FailedChecks, Verdict, failed
 from onegrid.learner.learner import Learner
@@ -88,6 +89,8 @@ class Guard:
     """Of the probe at the version before."""
     manifest: Manifest | None = None
     """Of the version before."""
+    bf16: list[str] = field(default_factory=list)
+    """Tensors that fell back to BF16."""
     observe: Callable[[list[Verdict]], None] | None = None
     """Gets every list of verdicts, and nothing is stopped: for the fault campaign only."""
     seen: list[Verdict] = field(default_factory=list)
@@ -142,11 +145,22 @@ def guard_sync(learner: Learner, sampler: Sampler, guard: Guard) -> GuardReport:
             error.add_note("this was the second time that it was sent")
             raise
         second = error
-    from onegrid.guard.fallback import fall_back
-
-    names = fall_back(learner, sampler, second)
+    try:
+        names = keep_in_bf16(learner, sampler, guard, [name for v in second.verdicts for name in v.tensors])
+    except (RecipeError, CapabilityError) as error:
+        second.add_note(f"BF16 does not help: {error}")
+        raise second from error
     report = _attempt(learner, sampler, guard)
     return _helped(report, second, f"{len(names)} tensors are BF16 from here on: {', '.join(names)}")
+
+
+def keep_in_bf16(learner: Learner, sampler: Sampler, guard: Guard, names: Iterable[str]) -> list[str]:
+    """See `fallback.fall_back`; the guard remembers it, for a checkpoint."""
+    changed = fall_back(learner, sampler, dict.fromkeys(names))
+    guard.bf16 += changed
+    guard.sentinel.exact = learner.plan.exact and sampler.capabilities.bits
+    guard.answers = guard.manifest = None
+    return changed
 
 
 def check_step(guard: Guard, mismatch: dict[str, float], batch: Batch, *, version: int) -> list[Verdict]:

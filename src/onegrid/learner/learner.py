@@ -132,6 +132,17 @@ class Learner:
             self.live.write(key, value)
         self.live.derive()
 
+    def adopt(self, plan: Plan) -> None:
+        """Goes over to another plan of the same model, between two steps. Masters, optimizer and version stay."""
+        kernels = self.live.kernels
+        self.plan = plan
+        self.live = LiveWeights(self.spec, plan, side="learner", device=self.device)
+        self.live.kernels = kernels
+        self.live.derive()
+        self.grad_weights = GradWeights(self.live, self.masters)
+        self.align = _alignment(plan)
+        self._quantize()
+
     def canonical(self) -> dict[str, Canonical]:
         """What the sampler must hold of this version, by canonical name.
 

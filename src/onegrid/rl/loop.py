@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 from onegrid.errors import CheckpointError, ConfigError, TaskError
-from onegrid.guard.guard import Guard, check_step, guard_sync
+from onegrid.guard.guard import Guard, check_step, guard_sync, keep_in_bf16
 from onegrid.learner.learner import Learner
 from onegrid.mismatch.metrics import compare, mirror_rollout_corr
 from onegrid.model.canonical import Snapshot
@@ -84,6 +84,8 @@ def train(
     """
     done, constant_steps = 0, 0
     if state is not None:
+        if state.get("bf16"):
+            keep_in_bf16(learner, sampler, guard, state["bf16"])
         learner.load_state_dict(state["learner"])
         done, constant_steps = state["step"], state["constant_steps"]
 
@@ -142,7 +144,7 @@ def train(
         constant_steps = 0 if any(is_informative(g) for g in drawn.groups) else constant_steps + 1
         if last or (checkpoints.every and step % checkpoints.every == 0):
             record.sync()
-            kept = {"learner": learner.state_dict(), "step": step, "constant_steps": constant_steps}
+            kept = {"learner": learner.state_dict(), "step": step, "constant_steps": constant_steps, "bf16": guard.bf16}
             checkpoint.save(record.folder, step, kept, keep=checkpoints.keep)
         if constant_steps >= config.max_constant_steps:
             raise TaskError(

@@ -23,6 +23,7 @@ from onegrid.model.stacks import is_stack, stack_key
 from onegrid.ops.linear import matmul
 from onegrid.ops.logprob import log_probs
 from onegrid.ops.pins import TILE, round_up
+from onegrid.recipe import Plan
 from onegrid.sampler.base import Capabilities, Live
 from onegrid.sampler.cache import Cache, PrefixStore
 from onegrid.sampler.captured import CapturedGeneration, can_capture, probe_captured
@@ -92,6 +93,15 @@ class Engine:
         self.prefixes = PrefixStore(config.prefix_tokens)
         self.graphs: Graphs | None = None
         self.cache: Cache | None = self._allocate()
+
+    def adopt(self, plan: Plan) -> None:
+        """Goes over to another plan of the same model, with storage anew: nothing serves until the next commit."""
+        kernels = self.weights.kernels
+        self.weights = LiveWeights(self.weights.spec, plan, side="sampler", device=self.weights.device)
+        self.weights.kernels = kernels
+        self.intake = Intake(self.weights, plan_digest=plan.digest)
+        self.prefixes.clear()
+        self.graphs = None
 
     @property
     def version(self) -> int | None:
