@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -60,3 +62,10 @@ def test_kl_in_reward_is_the_sum_over_the_answer_and_comes_before_the_baseline()
     assert kl_in_reward(groups, reference, coefficient=0.0) == groups
     with pytest.raises(NonFiniteError, match="group 1"):
         kl_in_reward(groups, [*reference[:3], torch.tensor([float("nan"), 0.0])], coefficient=0.1)
+
+
+def test_the_configuration_of_the_real_model_reads():
+    path = Path(__file__).parent.parent.parent / "configs" / "smollm2.toml"
+    config = load_config(path, ["loop.prompts_per_step=4", "loop.reference_every=0", "eval.num_problems=8"])
+    assert (config.algorithm, config.loss.clip_high, config.dynamic.max_rounds) == ("dapo", 0.28, 10)
+    assert "{question}" in config.task.template

@@ -89,7 +89,7 @@ def latest(folder: Path) -> Path | None:
 
 
 def state_folder(path: Path) -> Path | None:
-    """The checkpoint that a path means: a folder `global_step_N`, the last one of a run, None for a Hugging Face folder.
+    """The checkpoint that a path means: a folder `global_step_N`, the last of a run, None for a Hugging Face folder.
 
     Raises CheckpointError for anything else.
     """
