@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pyarrow as pa
 import pytest
 
@@ -242,3 +245,13 @@ def test_the_configuration_of_files_and_rewards_survives_writing_and_names_are_a
     (tmp_path / "run.toml").write_text(text.replace("weight", "wait"))
     with pytest.raises(ConfigError, match=r"task\.scoring\.rewards\[1\]\.wait"):
         load_config(tmp_path / "run.toml")
+
+
+def test_the_tables_of_the_readme_are_read_as_they_stand(tmp_path):
+    readme = (Path(__file__).parent.parent.parent / "README.md").read_text(encoding="utf-8")
+    tables = re.findall(r"^```toml\n(.*?)^```", readme, re.M | re.S)
+    assert len(tables) >= 2
+    (tmp_path / "run.toml").write_text('model.checkpoint = "model"\n' + "\n".join(tables))
+    config = load_config(tmp_path / "run.toml")
+    assert config.task.data.files == ("train.parquet",)
+    assert [r.style for r in config.task.scoring.rewards] == ["compute_score", "trl"]
