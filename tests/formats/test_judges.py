@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -51,6 +53,22 @@ def test_the_other_torchao_rules_are_torchaos(mode):
         own = quantize(wide, QUANTIZERS[f"mxfp8_{mode.lower()}"])
         assert_same_bytes(own.scales.flatten(), scales.view(torch.uint8).flatten())
         assert_same_bytes(own.codes.flatten() & 0x7F, data.view(torch.uint8).flatten() & 0x7F)
+
+
+@pytest.fixture(scope="module")
+def modelopt():
+    """NVIDIA's quantized tensors; their import warns about other libraries' versions, which is not ours to mend."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("modelopt.torch.quantization.qtensor", reason="needs nvidia-modelopt")
+
+
+def test_mxfp8_of_bf16_equals_modelopt(modelopt):
+    for x in (inputs.ordinary(128, 256).bfloat16(), bf16_blocks(20, 240)):
+        judge, scales = modelopt.MXFP8QTensor.quantize(x)
+        own = quantize(x, QUANTIZERS["mxfp8"])
+        assert_same_bytes(own.scales.flatten(), scales.flatten())
+        assert_same_bytes(own.codes.flatten(), judge._quantized_data.view(torch.uint8).flatten())
 
 
 def test_the_survey_has_a_row_for_every_quantizer():
