@@ -23,13 +23,6 @@ from onegrid.study.pairing import AT, make_bench, run_loop
 
 ALL_LINEARS = 1 << 10
 SHOWN = ("mismatch/kl", "mismatch/k3", "mismatch/max_abs", "train/entropy", "rollout/raw_reward")
-    "mismatch/kl",
-    "mismatch/k3",
-    "mismatch/max_abs",
-    "train/entropy",
-    "rollout/raw_reward",
-    "rollout/truncated_share",
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

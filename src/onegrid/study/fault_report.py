@@ -10,6 +10,7 @@ from onegrid.guard.guard import CHECKS
 from onegrid.rl.record import versions
 from onegrid.study.campaign import Outcome
 from onegrid.study.corruptions import Tally
+from onegrid.study.kills import Kills
 
 PUBLISHED = {
     "F1": ("caught", "missed", "missed", "fires"),
@@ -61,7 +62,9 @@ def rows(outcomes: Sequence[Outcome], corruptions: Tally | None, healthy: Tally 
     return out
 
 
-def problems(outcomes: Sequence[Outcome], corruptions: Tally | None, healthy: Tally | None) -> list[str]:
+def problems(
+    outcomes: Sequence[Outcome], corruptions: Tally | None, healthy: Tally | None, kills: Kills | None = None
+) -> list[str]:
     """What did not go as it should, one line each; empty where all is well."""
     out = []
     for o in outcomes:
@@ -79,10 +82,18 @@ def problems(outcomes: Sequence[Outcome], corruptions: Tally | None, healthy: Ta
         out += [f"{corruptions.unsafe} refusals left something else serving"] if corruptions.unsafe else []
     if healthy is not None:
         out += [f"false alarm {alarm}" for alarm in healthy.missed]
+    if kills is not None:
+        out += [f"{run}: other bytes after the resume" for run in kills.different]
     return out
 
 
-def markdown(command: str, outcomes: Sequence[Outcome], corruptions: Tally | None, healthy: Tally | None) -> str:
+def markdown(
+    command: str,
+    outcomes: Sequence[Outcome],
+    corruptions: Tally | None,
+    healthy: Tally | None,
+    kills: Kills | None = None,
+) -> str:
     """The page. Clock readings are those of the machine that ran the command."""
     found = versions()
     device = f"CPU ({found['cpu']}, {found['threads']} threads), torch {found['torch']}, {found['platform']}"
@@ -107,6 +118,11 @@ def markdown(command: str, outcomes: Sequence[Outcome], corruptions: Tally | Non
         )
     if healthy is not None:
         lines.append(f"* {healthy.alarms} false alarms in {healthy.num} healthy synchronizations.")
+    if kills is not None:
+        lines.append(
+            f"* {kills.same} of {kills.num} runs that were killed (`kill -9`) at a random moment of a synchronization "
+            "and resumed ended in the metrics and weights of an uninterrupted run, with every check passed."
+        )
     lines += ["", "## Caught by what, when", "", *_table(_CAUGHT_HEAD, [_caught(o) for o in outcomes])]
     lines += [
         "",

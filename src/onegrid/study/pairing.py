@@ -15,8 +15,8 @@ from onegrid.learner.learner import Learner, LearnerConfig
 from onegrid.model.live import LiveWeights
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.recipe import preset, resolve
+from onegrid.rl import checkpoint
 from onegrid.rl.characters import CharacterTokenizer
-from onegrid.rl.checkpoint import CheckpointConfig
 from onegrid.rl.dynamic import DynamicConfig
 from onegrid.rl.evaluate import EvalConfig
 from onegrid.rl.loop import LoopConfig, train
@@ -87,9 +87,17 @@ def make_bench(model: str = "moe", recipe: str = "mxfp8", *, device: str = "cpu"
     return Bench(learner, engine, at=AT)
 
 
-def run_loop(bench: Bench, guard: Guard, folder: Path, *, num_steps: int = STEPS) -> None:
-    """`rl.loop.train` on the bench; raises what the loop raises. The record is in `folder`."""
+def run_loop(
+    bench: Bench, guard: Guard, folder: Path, *, num_steps: int = STEPS, every: int = 0, resume: bool = False
+) -> None:
+    """`rl.loop.train` on the bench; raises what the loop raises. The record is in `folder`.
+
+    every   steps between checkpoints, 0: only the last
+    resume  go on from the last checkpoint of `folder`, or from the start where there is none
+    """
     tokenizer = CharacterTokenizer()
+    last = checkpoint.latest(folder) if resume else None
+    state = checkpoint.load(last) if last else None
     train(
         Sums(tokenizer, num_prompts=2, seed=0, digits=1),
         bench.learner,
@@ -99,10 +107,15 @@ def run_loop(bench: Bench, guard: Guard, folder: Path, *, num_steps: int = STEPS
         sampling=Sampling(max_new_tokens=4, stop_token_ids=(CharacterTokenizer.eos_token_id,)),
         seed=0,
         tokenizer=tokenizer,
-        record=Record(folder, config=RecordConfig(rollouts_every=0)),
+        record=Record(
+            folder,
+            config=RecordConfig(rollouts_every=0),
+            resume_step=(state["step"] if state else -1) if resume else None,
+        ),
         display=Display(num_steps, console=Console(quiet=True)),
         dynamic=DynamicConfig(),
         correction=CorrectionConfig(),
         evaluation=EvalConfig(num_problems=1),
-        checkpoints=CheckpointConfig(every=0),
+        checkpoints=checkpoint.CheckpointConfig(every=every),
+        state=state,
     )
