@@ -13,7 +13,6 @@ import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -225,8 +224,7 @@ class Store:
 
 
 def _packed(example: Example) -> str:
-    fields = asdict(example)
-    del fields["tokens"]
+    fields = {name: getattr(example, name) for name in Example.__slots__ if name != "tokens"}
     return json.dumps(fields, default=str)  # dates and the like become text
 
 
