@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from onegrid.errors import CapabilityError
 from onegrid.ops import selftest
+from onegrid.ops.table import kernels_for
 
 SHAPES = {
     "shapes": [(64, 32), (32, 64), (50, 96)],
@@ -18,22 +21,28 @@ SHAPES = {
 
 
 def test_pins_hold_on_this_device(device):
-    proof = selftest.self_test(**SHAPES, device=device)
+    kernels = kernels_for(device, num_heads=4, num_groups=2, head_dim=16)
+    proof = selftest.self_test(**SHAPES, device=device, kernels=kernels)
     assert proof.passed, proof.failed
     selftest.require(proof)
     assert proof.as_record()["passed"] is True
 
 
-@pytest.mark.parametrize("operation", ["matmul", "rms_norm", "swiglu", "log_probs", "attention"])
+@pytest.mark.parametrize("operation", ["matmul", "norm", "swiglu", "log_probs", "packed_attention", "attention"])
 def test_an_operation_that_looks_at_its_batch_is_named(operation, monkeypatch):
-    real = getattr(selftest, operation)
+    kernels = selftest.PLAIN
+    in_kernels = hasattr(kernels, operation)
+    real = getattr(kernels if in_kernels else selftest, operation)
 
     def spoiled(first, *rest, **named):
         return real(first, *rest, **named) + len(first.values if operation == "matmul" else first) * 2.0**-6
 
-    monkeypatch.setattr(selftest, operation, spoiled)
-    proof = selftest.self_test(**SHAPES)
-    word = {"rms_norm": "norm", "log_probs": "log-softmax"}.get(operation, operation)
+    if in_kernels:
+        kernels = dataclasses.replace(kernels, **{operation: spoiled})
+    else:
+        monkeypatch.setattr(selftest, operation, spoiled)
+    proof = selftest.self_test(**SHAPES, kernels=kernels)
+    word = {"log_probs": "log-softmax", "packed_attention": "attention"}.get(operation, operation)
     assert any(name.startswith(word) for name in proof.failed)
     with pytest.raises(CapabilityError, match=word):
         selftest.require(proof)

@@ -44,7 +44,8 @@ def run(
     record = Record(folder, config=config.record, resume_step=(state["step"] if state else -1) if resume else None)
     record.text("config.toml", to_toml(config))
     record.text("plan.json", plan.plan.to_json())
-    record.text("versions.json", json.dumps(versions(), indent=1, sort_keys=True) + "\n")
+    made_with: dict[str, object] = {**versions(), "pins": parts.proof.as_record()}
+    record.text("versions.json", json.dumps(made_with, indent=1, sort_keys=True) + "\n")
     with Display(config.loop.num_steps, done=state["step"] if state else 0, console=console) as display:
         display.note(f"run {folder}" + (f", going on from step {state['step']}" if state else ""))
         for line in plan.plan.summary():

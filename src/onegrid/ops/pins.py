@@ -2,7 +2,7 @@
 
 A row's result may not depend on the rows around it. Libraries choose another kernel, and with it another order of
 summation, when a matrix has few rows; so every matmul sees a multiple of TILE rows, and attention walks the keys in
-chunks of CHUNK from position 0. `self_test` proves both on the device at hand.
+chunks of CHUNK from position 0. `selftest` proves both on the device at hand.
 """
 
 from __future__ import annotations

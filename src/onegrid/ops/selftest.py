@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from onegrid.errors import CapabilityError
-from onegrid.ops.activation import swiglu
 from onegrid.ops.attention import attention
 from onegrid.ops.linear import matmul
 from onegrid.ops.logprob import log_probs
-from onegrid.ops.norm import rms_norm
 from onegrid.ops.operand import Operand, operand
+from onegrid.ops.packed_attention import segments_of
 from onegrid.ops.pins import CHUNK, TILE, WORKSPACE, pin
+from onegrid.ops.table import PLAIN, Kernels
 
 BATCHES = (1, 2, TILE, TILE + 1, 5 * TILE, 13 * TILE)
 """Rows at which each operation is compared with the largest batch."""
@@ -36,6 +36,8 @@ class Proof:
     """What the self-test saw."""
 
     device: str
+    kernels: str
+    """Name of the implementations, of `ops.table`."""
     instructions: str
     """Instruction set (CPU) or name of the chip: bits are promised within one of these."""
     torch: str
@@ -62,6 +64,7 @@ def self_test(
     stacked: Iterable[tuple[int, int]] = (),
     device: torch.device | str = "cpu",
     max_rows: int = 512,
+    kernels: Kernels = PLAIN,
 ) -> Proof:
     """Compares rows alone, in small and in large batches, for every (out, in) of `shapes`.
 
@@ -69,6 +72,7 @@ def self_test(
     vocabulary  columns of the log-softmax
     stacked     shapes of experts, whose matmuls are batched
     max_rows    rows of the largest batch
+    kernels     the implementations both sides run on, of `ops.table`
     Never raises for a difference: read `Proof.failed`, or call `require`.
     """
     device = torch.device(device)
@@ -102,16 +106,17 @@ def self_test(
     widths = sorted({width for _, width in shapes})
     for width in widths:
         scale = draw(width)
-        compare(f"norm of {width}", partial(_norm, scale), draw(max_rows, width))
-    compare(f"swiglu of {widths[-1]}", lambda x: swiglu(x, x), draw(max_rows, widths[-1]))
+        compare(f"norm of {width}", partial(_norm, kernels, scale), draw(max_rows, width))
+    compare(f"swiglu of {widths[-1]}", lambda x: kernels.swiglu(x, x), draw(max_rows, widths[-1]))
     compare(
         f"log-softmax of {vocabulary}",
         lambda x: log_probs(x.float(), 0.7),
         draw(min(max_rows, max(BATCHES)), vocabulary),
     )
-    failed += _attention_failures(draw, heads, device)
+    failed += _attention_failures(draw, heads, kernels)
     return Proof(
         device=str(device),
+        kernels=kernels.name,
         instructions=_instructions(device),
         torch=torch.__version__,
         operations=count + 1,
@@ -128,8 +133,8 @@ def _experts(weight: Operand, x: Tensor) -> Tensor:
     return matmul(operand(x.expand(NUM_STACKED, *x.shape).contiguous(), None), weight).transpose(0, 1)
 
 
-def _norm(scale: Tensor, x: Tensor) -> Tensor:
-    return rms_norm(x, scale, 1e-6)
+def _norm(kernels: Kernels, scale: Tensor, x: Tensor) -> Tensor:
+    return kernels.norm(x, scale, 1e-6)
 
 
 def require(proof: Proof) -> None:
@@ -152,21 +157,34 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def _attention_failures(draw: Callable[..., Tensor], heads: tuple[int, int, int], device: torch.device) -> list[str]:
-    """Decode of single positions, in batches of one and three, against prefill."""
+def _attention_failures(draw: Callable[..., Tensor], heads: tuple[int, int, int], kernels: Kernels) -> list[str]:
+    """Three packed sequences against one alone, and decode of single positions against prefill."""
     num_heads, num_groups, width = heads
+    name = f"attention of {num_heads}/{num_groups} heads of {width}"
     length = 2 * CHUNK + 5
-    q = draw(3, length, num_heads, width)
-    k, v = draw(3, length, num_groups, width), draw(3, length, num_groups, width)
-    whole = attention(q, k, v, torch.zeros(3, dtype=torch.int64, device=device))
+    q, k, v = (draw(3 * length, count, width) for count in (num_heads, num_groups, num_groups))
+    firsts = [length * i for i in range(3)]
+    whole = kernels.packed_attention(q, k, v, segments_of(firsts, [length] * 3, 3 * length, q.device))
+    last = slice(2 * length, 3 * length)
+    alone = kernels.packed_attention(q[last], k[last], v[last], segments_of([0], [length], length, q.device))
+    if not same_bytes(alone, whole[last]):
+        return [f"{name}, packed"]
     for position in (0, CHUNK - 1, CHUNK, length - 1):
-        start = torch.full((3,), position, dtype=torch.int64, device=device)
-        one = slice(position, position + 1)
-        for batch in (slice(0, 3), slice(2, 3)):
-            out = attention(q[batch, one], k[batch], v[batch], start[batch])
-            if not same_bytes(out, whole[batch, one]):
-                return [f"attention of {num_heads}/{num_groups} heads of {width}, decode at position {position}"]
+        rows = torch.tensor(firsts, device=q.device) + position
+        for some in (slice(0, 3), slice(2, 3)):
+            out = _decoded(kernels, *(t.view(3, length, -1, width)[some] for t in (q, k, v)), position=position)
+            if not same_bytes(out, whole[rows[some]]):
+                return [f"{name}, decode at position {position}"]
     return []
+
+
+def _decoded(kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, *, position: int) -> Tensor:
+    """The query at `position` of every sequence [S, L, heads, width], by the decode path: [S, H, D]."""
+    position_S = torch.full((len(q),), position, dtype=torch.int64, device=q.device)
+    if kernels.slots is None:
+        return attention(q[:, position : position + 1], k, v, position_S)[:, 0]
+    keys, values = (t.transpose(1, 2).contiguous() for t in (k, v))
+    return kernels.slots(q[:, position], k[:, position], v[:, position], keys, values, position_S)
 
 
 def _instructions(device: torch.device) -> str:

@@ -13,8 +13,10 @@ from onegrid.config import RunConfig
 from onegrid.errors import ConfigError
 from onegrid.learner.learner import Learner
 from onegrid.model.live import LiveWeights
-from onegrid.model.spec import ModelSpec
+from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.model.weights import load_weights, read_index
+from onegrid.ops.selftest import Proof, require, self_test
+from onegrid.ops.table import Kernels
 from onegrid.recipe import Plan, preset, recipe_from_dict, resolve
 from onegrid.rl.problems import at_folder, make_task
 from onegrid.rl.tasks import Task, Tokenizer
@@ -44,6 +46,8 @@ class Parts:
     learner: Learner
     sampler: Sampler
     reference: Learner | None
+    proof: Proof
+    """That rows are independent on this device; an exact plan is refused without it."""
 
 
 def design(config: RunConfig, base: Path) -> Design:
@@ -91,10 +95,27 @@ def build(design: Design) -> Parts:
         return Learner(spec, plan, weights, config.learner, loss=config.loss, device=config.device)
 
     live = LiveWeights(spec, design.plan, side="sampler", device=config.device)
+    proof = prove_pins(spec, live.kernels, config.device)
+    if design.plan.exact:
+        require(proof)
     return Parts(
         task=make_task(config.task, tokenizer, num_prompts=config.loop.prompts_per_step, seed=config.seed),
         tokenizer=tokenizer,
         learner=learner(design.plan),
         sampler=Engine(live, config.sampler, decode_text=tokenizer.decode),
         reference=learner(design.reference_plan) if config.loop.reference_every else None,
+        proof=proof,
+    )
+
+
+def prove_pins(spec: ModelSpec, kernels: Kernels, device: str) -> Proof:
+    """The start-up proof for the shapes of a model."""
+    shapes = {name: shape for name, shape in tensor_shapes(spec).items() if name.endswith("_proj.weight")}
+    return self_test(
+        {(out, width) for name, (out, width) in shapes.items() if ".experts." not in name},
+        stacked={(out, width) for name, (out, width) in shapes.items() if ".experts." in name},
+        heads=(spec.num_heads, spec.num_kv_heads, spec.head_dim),
+        vocabulary=spec.vocab_size,
+        device=device,
+        kernels=kernels,
     )
