@@ -20,7 +20,9 @@ def onegrid(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, env=env)
 
 
-@pytest.mark.parametrize("command", [(), ("train",), ("plan",), ("formats",), ("version",)])
+@pytest.mark.parametrize(
+    "command", [(), ("train",), ("plan",), ("formats",), ("version",), ("eval",), ("import",), ("export",)]
+)
 def test_help_tells_what_a_command_does_without_importing_torch(command):
     code = "import sys; from onegrid.cli import app; app(standalone_mode=False); print('torch' in sys.modules)"
     done = subprocess.run(
