@@ -25,6 +25,7 @@ from onegrid.learner.learner import Learner, LearnerConfig
 from onegrid.model.canonical import Snapshot
 from onegrid.model.live import LiveWeights
 from onegrid.model.spec import ModelSpec, tensor_shapes
+from onegrid.ops.memory import keep_freed_memory
 from onegrid.recipe import preset, resolve
 from onegrid.sampler.engine import Engine, SamplerConfig
 from onegrid.study.start import MODELS, random_weights
@@ -153,6 +154,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("quickstart", "large", "sampler", "memory"))
     args = parser.parse_args()
     chosen = (args.only,) if args.only else ("memory", "quickstart", "sampler", "large")
+    keep_freed_memory()  # as `onegrid train` does
     print(f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     if "memory" in chosen:
         memory()

@@ -166,3 +166,19 @@ def test_attention_gradients_equal_float64_autograd(length, device):
     for have, want in zip(leaves, wide, strict=True):
         # one rounding to BF16 at the end, half an ulp: 2^-9 relative, and FP32 sums far below it
         assert torch.allclose(have.grad.double(), want.grad, rtol=2**-8, atol=2e-5)
+
+
+@pytest.mark.parametrize("op", ["swiglu", "norm"])
+def test_gradients_of_chains_equal_float64_autograd(op, device):
+    x, y = rows(40, 48, device, 1), rows(40, 48, device, 2)
+    dy = rows(40, 48, device, 3)
+    leaves = [x.clone().requires_grad_(), (y if op == "swiglu" else y[0].float()).clone().requires_grad_()]
+    (swiglu(*leaves) if op == "swiglu" else rms_norm(*leaves, 1e-6)).backward(dy)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    if op == "swiglu":
+        want = torch.nn.functional.silu(wide[0]) * wide[1]
+    else:
+        want = torch.nn.functional.rms_norm(wide[0], (48,), wide[1], 1e-6)
+    want.backward(dy.double())
+    for have, reference in zip(leaves, wide, strict=True):
+        assert torch.allclose(have.grad.double(), reference.grad, rtol=2**-8, atol=1e-4)  # one rounding to BF16

@@ -29,12 +29,14 @@ class SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        """d silu(g) / dg = s (1 + g (1 - s)) with s the sigmoid of g."""
+        """d silu(g) / dg = s (1 + g (1 - s)) = s + silu (1 - s) with s the sigmoid of g."""
         gate, up = ctx.saved_tensors
-        g, u, d = gate.float(), up.float(), dy.float()
+        g, u, d = gate.to(torch.float32, copy=True), up.float(), dy.float()
         s = sigmoid(g)
-        dgate = d * u * (s * (1.0 + g * (1.0 - s)))
-        return dgate.to(gate.dtype), (d * (g * s)).to(up.dtype)
+        silu = g.mul_(s)
+        dup = silu * d
+        dgate = torch.addcmul(silu, silu, s, value=-1.0).add_(s).mul_(d).mul_(u)  # s + silu - silu s
+        return dgate.to(gate.dtype), dup.to(up.dtype)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -31,8 +31,9 @@ def norm_gradient(dy_ND: Tensor, x_ND: Tensor, weight_D: Tensor, rstd: Tensor) -
     """dx and dw in FP32 for y = x rstd w; rstd FP32 [..., 1]."""
     dy, unit = dy_ND.float(), x_ND.float() * rstd
     scaled = dy * weight_D.float()
-    dx = rstd * (scaled - unit * (scaled * unit).mean(-1, keepdim=True))
-    return dx, (dy * unit).reshape(-1, x_ND.shape[-1]).sum(0)
+    mean = (scaled * unit).mean(-1, keepdim=True)
+    dw = (dy * unit).reshape(-1, x_ND.shape[-1]).sum(0)
+    return scaled.sub_(unit.mul_(mean)).mul_(rstd), dw
 
 
 def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:

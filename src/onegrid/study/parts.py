@@ -15,6 +15,7 @@ from onegrid.learner.learner import Learner
 from onegrid.model.live import LiveWeights
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.model.weights import load_weights, read_index
+from onegrid.ops.memory import keep_freed_memory
 from onegrid.ops.selftest import Proof, require, self_test
 from onegrid.ops.table import Kernels
 from onegrid.recipe import Plan, preset, recipe_from_dict, resolve
@@ -87,6 +88,8 @@ def design(config: RunConfig, base: Path) -> Design:
 def build(design: Design) -> Parts:
     """Load the weights and make both sides. Raises WeightsError or NonFiniteError for weights that do not fit."""
     config, spec = design.config, design.spec
+    if config.device == "cpu":
+        keep_freed_memory()
     folder = Path(config.model.checkpoint)
     weights = load_weights(folder, spec)
     tokenizer = load_tokenizer(folder)
