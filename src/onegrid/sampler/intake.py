@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onegrid.errors import SyncError
-from onegrid.formats import digest
+from onegrid.formats import digests
 from onegrid.model.canonical import Canonical, count_moved, dtype_name, format_of, raw_bytes
 from onegrid.sampler.coverage import Coverage
 from onegrid.types import Bucket, Entry, Manifest, Piece
@@ -190,7 +190,10 @@ class Intake:
 
     def canonical_digests(self, names: Iterable[str]) -> dict[str, int]:
         """Digests of the live canonical bytes, without a look at the operands."""
-        return {name: sum(digest(x, role=part) for part, x in self.store.parts(name).items()) & WORD for name in names}
+        names = list(names)
+        parts = [list(self.store.parts(name).items()) for name in names]
+        values = iter(digests([(x, part) for items in parts for part, x in items]))
+        return {name: sum(next(values) for _ in items) & WORD for name, items in zip(names, parts, strict=True)}
 
     def verify(self) -> None:
         """SyncError C2 or C3 unless every tensor still is that of the version; nothing serves until it is."""
