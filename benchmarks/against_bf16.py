@@ -1,6 +1,6 @@
 """MXFP8 against BF16 on this machine: learner steps, sampling, memory. Ratios within one run, the two in turn.
 
-    python benchmarks/core.py [--rounds 5] [--only quickstart|large|sampler|memory]
+    python benchmarks/against_bf16.py [--rounds 5] [--only quickstart|large|sampler|memory]
 
 `large` is a dense model of about 100 million weights. Each figure is the median over rounds; a ratio is the median of
 the ratios of neighbouring runs, so that a machine that slows down meanwhile changes it little.
