@@ -21,7 +21,8 @@ from pathlib import Path
 
 import torch
 
-from onegrid.learner.learner import Learner, LearnerConfig
+from onegrid.learner.config import LearnerConfig
+from onegrid.learner.learner import Learner
 from onegrid.model.canonical import Snapshot
 from onegrid.model.live import LiveWeights
 from onegrid.model.spec import ModelSpec, tensor_shapes

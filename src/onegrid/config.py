@@ -20,7 +20,7 @@ import tomli_w
 
 from onegrid.errors import ConfigError
 from onegrid.guard.guard import GuardConfig
-from onegrid.learner.learner import LearnerConfig
+from onegrid.learner.config import LearnerConfig
 from onegrid.learner.loss import LossConfig
 from onegrid.recipe import recipe_from_dict
 from onegrid.rl.algorithms import with_algorithm

@@ -10,7 +10,8 @@ import torch
 
 from onegrid.errors import CheckpointError, ConfigError, NonFiniteError, WeightsError
 from onegrid.formats import QuantTensor
-from onegrid.learner.learner import Learner, LearnerConfig, learning_rate
+from onegrid.learner.config import LearnerConfig, learning_rate
+from onegrid.learner.learner import Learner
 from onegrid.learner.loss import LossConfig
 from onegrid.mismatch.metrics import compare
 from onegrid.model.spec import tensor_shapes
@@ -200,6 +201,24 @@ def test_case_P3_state_comes_back_whole_and_the_next_step_is_the_same_bits():
             resumed.load_state_dict({k: v for k, v in saved.items() if k != part})
     with pytest.raises(CheckpointError, match="plan"):
         learner_of("moe", "bf16").load_state_dict(saved)
+
+
+def test_case_P3_a_lost_or_misshaped_moment_is_an_error_and_absent_ones_are_fine_only_at_the_start():
+    fresh = learner_of("dense", "mxfp8").state_dict()
+    learner_of("dense", "mxfp8").load_state_dict(fresh)  # no update yet, so no moments
+    learner = learner_of("dense", "mxfp8")
+    learner.forward_backward(batch_of(2))
+    learner.step()
+    for spoil in (
+        lambda moments: moments.clear(),
+        lambda moments: moments.pop(3),
+        lambda moments: moments[3].pop("exp_avg_sq"),
+        lambda moments: moments[3].update(exp_avg_sq=torch.ones(2)),
+    ):
+        state = copy.deepcopy(learner.state_dict())
+        spoil(state["optimizer"]["state"])
+        with pytest.raises(CheckpointError, match=r"the optimizer's exp_avg\w* of model\.\S+ (is missing|has shape)"):
+            learner_of("dense", "mxfp8").load_state_dict(state)
 
 
 def test_case_M6_a_batch_with_everything_masked_changes_nothing():

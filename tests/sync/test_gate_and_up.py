@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from onegrid.formats import QuantTensor, dequantize
-from onegrid.learner.learner import Learner, LearnerConfig
+from onegrid.learner.config import LearnerConfig
+from onegrid.learner.learner import Learner
 from onegrid.model.canonical import Snapshot
 from onegrid.model.live import LiveWeights
 from onegrid.model.spec import tensor_shapes

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onegrid.learner.learner import Learner, LearnerConfig
+from onegrid.learner.config import LearnerConfig
+from onegrid.learner.learner import Learner
 from onegrid.mismatch.metrics import compare
 from onegrid.model.canonical import Snapshot
 from onegrid.model.live import LiveWeights

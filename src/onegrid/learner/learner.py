@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegrid.errors import CapabilityError, CheckpointError, ConfigError, NonFiniteError, WeightsError
+from onegrid.errors import CapabilityError, CheckpointError, NonFiniteError, WeightsError
 from onegrid.formats import QUANTIZERS
+from onegrid.learner.config import LearnerConfig, learning_rate
 from onegrid.learner.loss import LossConfig, loss_metrics, policy_loss, token_weights
 from onegrid.learner.packing import attend_packed, micro_batches, pack
 from onegrid.learner.weights import GradWeights
@@ -27,43 +28,6 @@ from onegrid.ops.logprob import token_logp
 from onegrid.ops.pins import pin, round_up
 from onegrid.recipe import Plan
 from onegrid.types import Batch, Sequence
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LearnerConfig:
-    """Optimizer and micro-batching of one run."""
-
-    lr: float = 1e-6
-    warmup_steps: int = 0
-    """Linear warm-up from lr / warmup_steps; a fresh Adam at full speed can undo a good start in one step."""
-    decay_steps: int = 0
-    """After the warm-up the rate falls linearly, to 0 at this update and beyond; 0 keeps it constant."""
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    """Decoupled, on matrices only."""
-    max_grad_norm: float = 1.0
-    """The global gradient norm is clipped to this; 0 does not clip."""
-    max_tokens: int = 8192
-    """Rows of one micro-batch at most; a longer sequence goes alone."""
-    recompute: bool = False
-    """Gradient checkpointing: keep only layer inputs, compute each layer again in the backward pass."""
-
-    def __post_init__(self) -> None:
-        if not (0.0 <= self.lr < float("inf")) or self.warmup_steps < 0:
-            raise ConfigError(f"lr {self.lr} must be finite and >= 0 and warmup_steps {self.warmup_steps} >= 0")
-        if self.decay_steps and self.decay_steps <= self.warmup_steps:
-            raise ConfigError(
-                f"decay_steps {self.decay_steps} must be beyond warmup_steps {self.warmup_steps}, or 0 for no decay"
-            )
-        if not (0.0 <= self.beta1 < 1.0 and 0.0 <= self.beta2 < 1.0 and self.eps > 0.0):
-            raise ConfigError(f"beta1 {self.beta1} and beta2 {self.beta2} must be in [0, 1) and eps {self.eps} above 0")
-        if self.weight_decay < 0.0 or self.max_grad_norm < 0.0 or self.max_tokens < 1:
-            raise ConfigError(
-                f"weight_decay {self.weight_decay} and max_grad_norm {self.max_grad_norm} must not be negative "
-                f"and max_tokens {self.max_tokens} at least 1"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -306,12 +270,27 @@ class Learner:
         shapes = {key: tuple(t.shape) for key, t in self.masters.items()}
         if {key: tuple(t.shape) for key, t in state["masters"].items()} != shapes:
             raise CheckpointError("the state's tensors are not those of this model")
+        if state["num_updates"]:
+            self._refuse_lost_moments(state["optimizer"].get("state", {}))
         with torch.no_grad():
             for key, master in self.masters.items():
                 master.copy_(state["masters"][key])
         self.optimizer.load_state_dict(state["optimizer"])
         self.version, self.num_updates = state["version"], state["num_updates"]
         self._quantize()
+
+    def _refuse_lost_moments(self, moments: Mapping[int, Mapping[str, Any]]) -> None:
+        """The optimizer would take an absent moment for a first step, and go on with another update in silence."""
+        names = {id(master): key for key, master in self.masters.items()}
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        for i, param in enumerate(params):
+            for name in ("exp_avg", "exp_avg_sq"):
+                moment = moments.get(i, {}).get(name)
+                found = "is missing" if moment is None else f"has shape {tuple(moment.shape)}"
+                if moment is None or moment.shape != param.shape:
+                    raise CheckpointError(
+                        f"the optimizer's {name} of {names[id(param)]} {found}; it must be {tuple(param.shape)}"
+                    )
 
     def _reach(self, num_positions: int) -> None:
         if num_positions > self.spec.max_positions:
@@ -324,15 +303,6 @@ class Learner:
         for site in self.grad_weights.sites.values():
             if set(site.calls) - {site.backward}:
                 raise CapabilityError(f"{site.key}: asked for backward {site.backward!r}, ran {sorted(site.calls)}")
-
-
-def learning_rate(config: LearnerConfig, num_updates: int) -> float:
-    """Rate of the update after `num_updates`: a linear warm-up, then constant or a linear decay to 0."""
-    warm = min(1.0, (num_updates + 1) / max(1, config.warmup_steps))
-    if not config.decay_steps or num_updates < config.warmup_steps:
-        return config.lr * warm
-    left = (config.decay_steps - num_updates) / (config.decay_steps - config.warmup_steps)
-    return config.lr * max(0.0, left)
 
 
 def _gather(

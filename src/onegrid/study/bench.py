@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from onegrid.formats import QUANTIZERS, quantize
-from onegrid.learner.learner import Learner, LearnerConfig
+from onegrid.learner.config import LearnerConfig
+from onegrid.learner.learner import Learner
 from onegrid.model.canonical import Snapshot
 from onegrid.model.live import LiveWeights
 from onegrid.model.spec import ModelSpec, tensor_shapes

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from onegrid.guard.guard import Guard
 from onegrid.guard.injection import Bench
-from onegrid.learner.learner import Learner, LearnerConfig
+from onegrid.learner.config import LearnerConfig
+from onegrid.learner.learner import Learner
 from onegrid.model.live import LiveWeights
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.recipe import preset, resolve

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegrid.learner.learner import Learner, LearnerConfig
+from onegrid.learner.config import LearnerConfig
+from onegrid.learner.learner import Learner
 from onegrid.model.live import LiveWeights
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.model.weights import save_weights

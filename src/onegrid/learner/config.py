@@ -1,0 +1,53 @@
+"""Optimizer and micro-batching of a run, and the rate of each update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onegrid.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnerConfig:
+    """Optimizer and micro-batching of one run."""
+
+    lr: float = 1e-6
+    warmup_steps: int = 0
+    """Linear warm-up from lr / warmup_steps; a fresh Adam at full speed can undo a good start in one step."""
+    decay_steps: int = 0
+    """After the warm-up the rate falls linearly, to 0 at this update and beyond; 0 keeps it constant."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """Decoupled, on matrices only."""
+    max_grad_norm: float = 1.0
+    """The global gradient norm is clipped to this; 0 does not clip."""
+    max_tokens: int = 8192
+    """Rows of one micro-batch at most; a longer sequence goes alone."""
+    recompute: bool = False
+    """Gradient checkpointing: keep only layer inputs, compute each layer again in the backward pass."""
+
+    def __post_init__(self) -> None:
+        if not (0.0 <= self.lr < float("inf")) or self.warmup_steps < 0:
+            raise ConfigError(f"lr {self.lr} must be finite and >= 0 and warmup_steps {self.warmup_steps} >= 0")
+        if self.decay_steps and self.decay_steps <= self.warmup_steps:
+            raise ConfigError(
+                f"decay_steps {self.decay_steps} must be beyond warmup_steps {self.warmup_steps}, or 0 for no decay"
+            )
+        if not (0.0 <= self.beta1 < 1.0 and 0.0 <= self.beta2 < 1.0 and self.eps > 0.0):
+            raise ConfigError(f"beta1 {self.beta1} and beta2 {self.beta2} must be in [0, 1) and eps {self.eps} above 0")
+        if self.weight_decay < 0.0 or self.max_grad_norm < 0.0 or self.max_tokens < 1:
+            raise ConfigError(
+                f"weight_decay {self.weight_decay} and max_grad_norm {self.max_grad_norm} must not be negative "
+                f"and max_tokens {self.max_tokens} at least 1"
+            )
+
+
+def learning_rate(config: LearnerConfig, num_updates: int) -> float:
+    """Rate of the update after `num_updates`: a linear warm-up, then constant or a linear decay to 0."""
+    warm = min(1.0, (num_updates + 1) / max(1, config.warmup_steps))
+    if not config.decay_steps or num_updates < config.warmup_steps:
+        return config.lr * warm
+    left = (config.decay_steps - num_updates) / (config.decay_steps - config.warmup_steps)
+    return config.lr * max(0.0, left)
