@@ -76,7 +76,8 @@ class GuardReport:
 
     def metrics(self) -> dict[str, float]:
         """Keys `guard/<check>`."""
-        return {f"guard/{v.check}": v.metric for v in self.verdicts} | {"guard/transaction": 1}
+        metrics: dict[str, float] = {f"guard/{v.check}": v.metric for v in self.verdicts}
+        return metrics | {"guard/transaction": 1}
 
 
 @dataclass

@@ -37,7 +37,8 @@ def regrid(
     """
 
     def inject(bench: Bench) -> None:
-        weights, held = bench.weights, {}
+        weights = bench.weights
+        held: dict[str, Canonical] = {}
         keys = keys_of(bench)
         planned = dict(weights.activation)
 

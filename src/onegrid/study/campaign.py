@@ -87,7 +87,7 @@ def run_faults(faults: Iterable[Fault], *, on_done: Callable[[Outcome], None] = 
 def _guarded(fault: Fault, folder: Path) -> dict[str, Any]:
     bench = make_bench(fault.model, fault.preset)
     guard = guard_of(GuardConfig(bucket_bytes=4096), bench.learner, bench.sampler)
-    clock = {"begin": time.perf_counter(), "phase": "sync", "syncs": 0}
+    clock: dict[str, Any] = {"begin": time.perf_counter(), "phase": "sync", "syncs": 0}
     fault.inject(bench)
     _note_time(bench, clock)
     found: dict[str, Any] = {"caught_by": "", "at": "", "named_right": not fault.fires, "seconds": 0.0}

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -121,7 +122,7 @@ def _wait(child: int) -> None:
         raise CheckpointError(f"a run of the kill campaign ended with status {status}")
 
 
-def _ending(folder: Path) -> dict[str, object]:
+def _ending(folder: Path) -> dict[str, Any]:
     """Metrics without clock readings, digests of the last weights, incidents; and the clock of the last sync."""
     from onegrid.formats import digest
 
