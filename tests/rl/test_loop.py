@@ -9,7 +9,7 @@ import pytest
 
 from onegrid.cli.train import run, summary
 from onegrid.config import load_config
-from onegrid.errors import CheckpointError, SyncError, TaskError
+from onegrid.errors import CheckpointError, ConfigError, SyncError, TaskError
 from onegrid.guard.guard import CHECKS
 from onegrid.rl import checkpoint, loop
 from onegrid.rl.record import read_metrics
@@ -83,6 +83,21 @@ def test_case_P1_a_record_with_fewer_steps_than_planned_is_an_error(whole, tmp_p
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines[:2] + lines[3:]))
     with pytest.raises(CheckpointError, match="3 lines for 3 steps and the start"):
+        train(path, tmp_path / "run", resume=True)
+
+
+def test_a_resume_with_fewer_steps_than_done_says_so(whole, tmp_path):
+    path, run_dir = whole
+    with pytest.raises(ConfigError, match=r"num_steps is 2, but .* has done 3 steps already"):
+        train(path, run_dir, resume=True, steps=2)
+    assert len(read_metrics(run_dir)) == 4
+
+
+def test_a_resume_without_the_configuration_that_began_it_is_refused(whole, tmp_path):
+    path, run_dir = whole
+    shutil.copytree(run_dir, tmp_path / "run")
+    (tmp_path / "run" / "config.toml").unlink()
+    with pytest.raises(ConfigError, match=r"cannot read .*config\.toml"):
         train(path, tmp_path / "run", resume=True)
 
 

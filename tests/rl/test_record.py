@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
+import resource
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from onegrid.errors import CheckpointError, NonFiniteError
 from onegrid.rl import checkpoint
-from onegrid.rl.record import Incident, Record, free_run_folder, last_run_folder, read_metrics, versions
+from onegrid.rl.record import Incident, Record, check_whole, free_run_folder, last_run_folder, read_metrics, versions
 from onegrid.types import Group, Request, Rollout, Sampling
 from tests.bytes import assert_same_bytes
 
@@ -63,11 +67,60 @@ def test_a_file_that_is_not_a_record_is_not_cut(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == "my notes\nmore\n"
 
 
-def test_an_incident_keeps_every_field(tmp_path):
+def test_a_folder_in_use_by_another_process_is_refused_and_free_again_after_a_kill(tmp_path):
+    take = "import fcntl, os, sys; file = open(sys.argv[1], 'a+'); fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    hold = take + "; print(os.getpid(), file=file, flush=True); print('held', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", hold, str(tmp_path / "lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(CheckpointError, match=rf"in use by another run \(process {other.pid}\)"):
+            Record(tmp_path)
+        other.kill()
+    mine = Record(tmp_path)
+    second = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    assert "BlockingIOError" in second.stderr and mine.folder == tmp_path
+
+
+@pytest.mark.parametrize("write", ["text", "metrics", "incident", "rollouts"])
+def test_a_disk_that_refuses_is_an_error_with_the_path(tmp_path, write, monkeypatch):
+    record = Record(tmp_path)
+    calls = {
+        "text": lambda: record.text("plan.json", "{}" * 5000),
+        "metrics": lambda: record.metrics(1, {"a": "b" * 9000}),
+        "incident": lambda: record.incident(incident_of(found="b" * 9000)),
+        "rollouts": lambda: record.rollouts(1, [], str),
+    }
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(CheckpointError, match=rf"cannot write {tmp_path}.*File too large"):
+            calls[write]()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("line", [b"xx", b"[]", b"3", b'{"step": "a"}', b'{"step": null}', b"\xff"])
+def test_a_line_that_is_none_of_a_run_is_named(tmp_path, line):
+    Record(tmp_path)
+    (tmp_path / "metrics.jsonl").write_bytes(line + b"\n")
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl"):
+        Record(tmp_path, resume_step=0)
+        check_whole(tmp_path, 0)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == line + b"\n"
+
+
+def incident_of(**changes) -> Incident:
     fields = {"step": 4, "version": 3, "check": "digest", "condition": "C2", "tensors": ("a.weight",)}
     texts = {"expected": "1", "found": "2", "likely_cause": "a lost bucket", "action": "version 3 keeps serving"}
-    Record(tmp_path).incident(Incident(**fields, **texts))
-    assert json.loads((tmp_path / "incidents.jsonl").read_text()) == fields | texts | {"tensors": ["a.weight"]}
+    return Incident(**(fields | texts | changes))
+
+
+def test_an_incident_keeps_every_field(tmp_path):
+    incident = incident_of()
+    Record(tmp_path).incident(incident)
+    assert json.loads((tmp_path / "incidents.jsonl").read_text()) == dataclasses.asdict(incident) | {
+        "tensors": ["a.weight"]
+    }
 
 
 def test_rollouts_read_back_with_the_bits_of_their_log_probabilities(tmp_path):
@@ -106,7 +159,8 @@ def test_rollouts_read_back_with_the_bits_of_their_log_probabilities(tmp_path):
 def test_a_checkpoint_reads_back_with_its_bytes_and_dtypes(tmp_path):
     state = {
         "learner": {"master": torch.tensor([1.0, -0.0, float("nan")]), "codes": torch.arange(5, dtype=torch.uint8)},
-        "next": 12,
+        "step": 3,
+        "constant_steps": 12,
         "names": ["a", "b"],
     }
     path = checkpoint.save(tmp_path, 3, state, keep=2)
@@ -118,9 +172,14 @@ def test_a_checkpoint_reads_back_with_its_bytes_and_dtypes(tmp_path):
 
 def test_the_last_k_checkpoints_stay(tmp_path):
     for step in (1, 2, 10, 9, 11):
-        checkpoint.save(tmp_path, step, {"step": step}, keep=3)
+        checkpoint.save(tmp_path, step, state_of(step), keep=3)
     assert checkpoint.steps(tmp_path) == [9, 10, 11]
     assert checkpoint.load(checkpoint.latest(tmp_path))["step"] == 11
+
+
+def state_of(step: int) -> dict[str, object]:
+    """The least that a checkpoint of a run holds."""
+    return {"learner": {"master": torch.arange(2000.0)}, "step": step, "constant_steps": 0}
 
 
 class FullDisk:
@@ -150,19 +209,44 @@ class FullDisk:
 
 @pytest.mark.parametrize("room", [0, 100, 3000])
 def test_a_full_disk_leaves_the_last_good_checkpoint_and_says_so(tmp_path, monkeypatch, room):
-    state = {"master": torch.arange(2000.0)}
+    state = state_of(1)
     good = checkpoint.save(tmp_path, 1, state, keep=1)
     create = checkpoint._create
     monkeypatch.setattr(checkpoint, "_create", lambda path: FullDisk(create(path), room))
     with pytest.raises(CheckpointError, match=r"No space left on device.*the last good one is .*global_step_1"):
         checkpoint.save(tmp_path, 2, state, keep=1)
     assert checkpoint.latest(tmp_path) == good
-    assert_same_bytes(checkpoint.load(good)["master"], state["master"])
+    assert_same_bytes(checkpoint.load(good)["learner"]["master"], state["learner"]["master"])
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["global_step_1"]
 
 
+@pytest.mark.parametrize("at", [0.02, 0.3, 0.5, 0.7])
+def test_one_flipped_bit_in_a_checkpoint_is_an_error_that_names_the_earlier_one(tmp_path, at):
+    checkpoint.save(tmp_path, 1, state_of(1), keep=2)
+    path = checkpoint.save(tmp_path, 2, state_of(2), keep=2)
+    data = bytearray((path / "state.pt").read_bytes())
+    data[int(len(data) * at)] ^= 16
+    (path / "state.pt").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"damaged.* goes on from global_step_1"):
+        checkpoint.load(path)
+
+
+@pytest.mark.parametrize("state", [[1], {}, {"learner": {}, "step": 1}])
+def test_what_is_not_the_state_of_a_run_is_refused_before_anything_is_cut(tmp_path, state):
+    path = checkpoint.save(tmp_path, 1, state_of(1), keep=1)
+    torch.save(state, path / "state.pt")
+    with pytest.raises(CheckpointError, match="not the state of a run: it lacks some of constant_steps, learner, step"):
+        checkpoint.load(path)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path):
+    path = checkpoint.save(tmp_path, 1, state_of(1), keep=1)
+    with pytest.raises(CheckpointError, match=r"state\.pt is that of step 1; there is no other checkpoint here"):
+        checkpoint.load(path.rename(path.with_name("global_step_9")))
+
+
 def test_a_torn_checkpoint_is_an_error_with_its_name(tmp_path):
-    path = checkpoint.save(tmp_path, 1, {"a": torch.arange(100)}, keep=1)
+    path = checkpoint.save(tmp_path, 1, state_of(1), keep=1)
     whole = (path / "state.pt").read_bytes()
     (path / "state.pt").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CheckpointError, match="global_step_1"):

@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from onegrid.config import changed_keys, load_config, to_toml
-from onegrid.errors import CheckpointError
+from onegrid.errors import CheckpointError, ConfigError
 from onegrid.guard.guard import guard_of
 from onegrid.rl import checkpoint
 from onegrid.rl.loop import train
 from onegrid.rl.progress import Display
-from onegrid.rl.record import Record, free_run_folder, last_run_folder, read_metrics, versions
+from onegrid.rl.record import Record, check_whole, free_run_folder, last_run_folder, read_metrics, versions
 from onegrid.study.estimate import memory_estimate
 from onegrid.study.parts import Design, build, design
 
@@ -36,12 +36,19 @@ def run(
         return
     folder = _folder(path, run_dir, resume=resume)
     last = checkpoint.latest(folder) if resume else None
-    if resume and (folder / "config.toml").exists():
+    if last or (resume and (folder / "config.toml").exists()):
         _refuse_changes(folder, plan)
     state = checkpoint.load(last, plan.config.device) if last else None
     config = plan.config
+    if state and state["step"] > config.loop.num_steps:
+        raise ConfigError(
+            f"loop.num_steps is {config.loop.num_steps}, but {folder} has done {state['step']} steps already; "
+            "give as many or more"
+        )
     parts = build(plan)
     record = Record(folder, config=config.record, resume_step=(state["step"] if state else -1) if resume else None)
+    if state:
+        check_whole(folder, state["step"])
     record.text("config.toml", to_toml(config))
     record.text("plan.json", plan.plan.to_json())
     made_with: dict[str, object] = {**versions(), "pins": parts.proof.as_record()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from onegrid.errors import CheckpointError, ConfigError
 
 PREFIX = "global_step_"
 PARTIAL = ".partial_"
+KEYS = {"learner", "step", "constant_steps"}
+"""What every checkpoint of a run holds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,11 +72,34 @@ def save(folder: Path, step: int, state: Mapping[str, Any], *, keep: int) -> Pat
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Read a checkpoint folder. Raises CheckpointError if it is missing, cut short or not of this kind."""
+    """Read a checkpoint folder. Raises CheckpointError if it is missing, damaged or not the checkpoint of its step.
+
+    torch.load looks at no check sum, so that one flipped bit would be trained on; the sums are compared here.
+    """
     try:
-        return torch.load(path / "state.pt", map_location=device, weights_only=True)
+        with zipfile.ZipFile(path / "state.pt") as file:
+            damaged = file.testzip()
+        if damaged is not None:
+            raise _unreadable(path, f"state.pt is damaged: the check sum of {damaged} is wrong")
+        state = torch.load(path / "state.pt", map_location=device, weights_only=True)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise _unreadable(path, str(error)) from error
     except Exception as error:  # pickle, zip and torch each have their own errors for a bad file, and all mean the same
-        raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
+        raise _unreadable(path, f"state.pt is damaged ({type(error).__name__})") from error
+    if not isinstance(state, dict) or KEYS - state.keys():
+        raise _unreadable(path, f"state.pt is not the state of a run: it lacks some of {', '.join(sorted(KEYS))}")
+    number = path.name.removeprefix(PREFIX)
+    if number.isdigit() and state.get("step") != int(number):
+        raise _unreadable(path, f"state.pt is that of step {state.get('step')!r}")
+    return state
+
+
+def _unreadable(path: Path, why: str) -> CheckpointError:
+    names = [f"{PREFIX}{n}" for n in steps(path.parent.parent) if f"{PREFIX}{n}" != path.name]
+    kept = f"without this folder a run goes on from {names[-1]}" if names else "there is no other checkpoint here"
+    return CheckpointError(f"cannot read the checkpoint {path}: {why}; {kept}")
 
 
 def steps(folder: Path) -> list[int]:

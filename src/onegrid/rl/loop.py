@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from onegrid.errors import CheckpointError, ConfigError, TaskError
+from onegrid.errors import ConfigError, TaskError
 from onegrid.guard.guard import Guard, check_step, guard_sync, keep_in_bf16
 from onegrid.learner.learner import Learner
 from onegrid.mismatch.metrics import compare, mirror_rollout_corr
@@ -21,7 +21,7 @@ from onegrid.rl.evaluate import EvalConfig, evaluate
 from onegrid.rl.old_policy import CorrectionConfig, old_policy
 from onegrid.rl.one_policy import guard_metrics, helped, incidents
 from onegrid.rl.progress import Display
-from onegrid.rl.record import Record, read_metrics
+from onegrid.rl.record import Record, check_whole
 from onegrid.rl.rewards import score_rollouts
 from onegrid.rl.summary import is_informative, rollout_metrics
 from onegrid.rl.tasks import Task, Tokenizer
@@ -151,9 +151,7 @@ def train(
                 f"for {constant_steps} steps no group had rewards that differ, so nothing was learned; "
                 "the task is too easy or too hard for this model, or its verifier is broken"
             )
-    seen = [line["step"] for line in read_metrics(record.folder)]
-    if seen != list(range(config.num_steps + 1)):
-        raise CheckpointError(f"{record.folder} holds {len(seen)} lines for {config.num_steps} steps and the start")
+    check_whole(record.folder, config.num_steps)
 
 
 def snapshot(learner: Learner) -> Snapshot:

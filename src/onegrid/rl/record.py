@@ -7,16 +7,20 @@ metrics.jsonl     one flat object a step, keys sorted, floats exact; keys under 
 incidents.jsonl   one object for every check that did not pass
 rollouts/         one parquet file a step
 checkpoints/      see checkpoint.py
+lock              held by the process that writes here
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import json
 import math
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,24 +76,25 @@ class Record:
         self.config = config or RecordConfig()
         if resume_step is None and (folder / "metrics.jsonl").exists():
             raise CheckpointError(f"{folder} already holds a run; go on with --resume, or name another --run-dir")
-        try:
+        with writing(folder):
             (folder / "rollouts").mkdir(parents=True, exist_ok=True)
+            weakref.finalize(self, os.close, _lock(folder))
             for name in ("metrics.jsonl", "incidents.jsonl"):
                 (folder / name).touch()
-        except OSError as error:
-            raise CheckpointError(f"cannot write the run directory {folder}: {error}") from error
-        if resume_step is not None:
-            cut_lines(folder / "metrics.jsonl", resume_step)
-            cut_lines(folder / "incidents.jsonl", resume_step)
-            for path in (folder / "rollouts").glob("step_*.parquet"):
-                if int(path.stem.removeprefix("step_")) > resume_step:
-                    path.unlink()
+            if resume_step is not None:
+                cut_lines(folder / "metrics.jsonl", resume_step)
+                cut_lines(folder / "incidents.jsonl", resume_step)
+                for path in (folder / "rollouts").glob("step_*.parquet"):
+                    step = path.stem.removeprefix("step_")
+                    if step.isdigit() and int(step) > resume_step:
+                        path.unlink()
 
     def text(self, name: str, text: str) -> None:
         """Write a whole file of the run directory, such as config.toml, replacing it in one step."""
         temporary = self.folder / f".{name}.partial"
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, self.folder / name)
+        with writing(self.folder / name):
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, self.folder / name)
 
     def metrics(self, step: int, values: Mapping[str, Value]) -> None:
         """Append the line of one step. Raises NonFiniteError, with the keys, for NaN or Inf: none is ever written."""
@@ -133,19 +138,47 @@ class Record:
         }
         path = self.folder / "rollouts" / f"step_{step:06d}.parquet"
         temporary = path.with_name(f".{path.name}.partial")
-        pq.write_table(pa.table(columns), temporary, compression="zstd")
-        os.replace(temporary, path)
+        with writing(path):
+            pq.write_table(pa.table(columns), temporary, compression="zstd")
+            os.replace(temporary, path)
 
     def sync(self) -> None:
         """Bring the lines written so far to the disk, so that a checkpoint never knows more than they do."""
         for name in ("metrics.jsonl", "incidents.jsonl"):
-            with open(self.folder / name, "ab") as file:
+            with writing(self.folder / name), open(self.folder / name, "ab") as file:
                 os.fsync(file.fileno())
 
     def _append(self, name: str, fields: Mapping[str, Any]) -> None:
         line = json.dumps(fields, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
-        with open(self.folder / name, "ab") as file:
+        with writing(self.folder / name), open(self.folder / name, "ab") as file:
             file.write(line.encode())
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns what the disk says while `path` is written into a CheckpointError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error}; what was there stays, and --resume goes on once this is mended"
+        ) from error
+
+
+def _lock(folder: Path) -> int:
+    """An open file that no other process can have locked too; the system lets go of it however this one ends."""
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        holder = os.read(descriptor, 20).decode().strip()
+        os.close(descriptor)
+        raise CheckpointError(
+            f"{folder} is in use by another run (process {holder}); wait for it, stop it, or name another --run-dir"
+        ) from error
+    os.truncate(descriptor, 0)
+    os.write(descriptor, f"{os.getpid()}\n".encode())
+    return descriptor
 
 
 def cut_lines(path: Path, last_step: int) -> None:
@@ -157,18 +190,35 @@ def cut_lines(path: Path, last_step: int) -> None:
     lines = path.read_bytes().split(b"\n")
     for i, line in enumerate(lines[:-1]):  # what follows the last newline is empty or torn
         try:
-            step = json.loads(line)["step"]
+            beyond = json.loads(line)["step"] > last_step
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path}, line {i + 1} is not a line of a run: {line[:80]!r}") from error
-        if step > last_step:
+        if beyond:
             break
         kept += len(line) + 1
     os.truncate(path, kept)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Value]]:
-    """The lines of metrics.jsonl, without a torn last one."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_bytes().split(b"\n")[:-1]]
+    """The lines of metrics.jsonl, without a torn last one. Raises CheckpointError for one that is not an object."""
+    path = folder / "metrics.jsonl"
+    found = []
+    for i, line in enumerate(path.read_bytes().split(b"\n")[:-1]):
+        try:
+            found.append(dict(json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"{path}, line {i + 1} is not a line of a run: {line[:80]!r}") from error
+    return found
+
+
+def check_whole(folder: Path, num_steps: int) -> None:
+    """Raises CheckpointError unless metrics.jsonl has one line for the start and one for each step, in order."""
+    steps = [line.get("step") for line in read_metrics(folder)]
+    if steps != list(range(num_steps + 1)):
+        raise CheckpointError(
+            f"{folder / 'metrics.jsonl'} holds {len(steps)} lines for {num_steps} steps and the start; "
+            "put back what was taken out, or begin another run"
+        )
 
 
 def versions() -> dict[str, str]:
