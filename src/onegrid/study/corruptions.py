@@ -152,7 +152,11 @@ def run_corruptions(num: int, seed: int, *, on_done: Callable[[int], None] = lam
             serving = bench.sampler.version
             corruptor.arm(num_buckets)
             start = time.perf_counter()
-            row: dict[str, Any] = {"fault": f"random_{seed}_{i}", "what": corruptor.kind, "at": f"sync {bench.learner.version}"}
+            row: dict[str, Any] = {
+                "fault": f"random_{seed}_{i}",
+                "what": corruptor.kind,
+                "at": f"sync {bench.learner.version}",
+            }
             try:
                 guard_sync(bench.learner, bench.sampler, guard)
                 if not bench.happened:  # the draw changed no byte: make another
