@@ -107,3 +107,20 @@ def test_every_key_has_a_row_in_the_reference():
     assert rows["seed"].default == "0"
     assert rows["model.checkpoint"].default == ""
     assert all(row.type for row in rows.values())
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("sampling.temperature=nan", "sampling: temperature is nan; allowed: 0 or larger"),
+        ("sampling.top_p=2", "sampling: top_p is 2.0; allowed: above 0, up to 1"),
+        ("sampling.top_k=-1", "sampling: top_k is -1"),
+        ("sampling.max_new_tokens=0", "sampling: max_new_tokens is 0"),
+        ("sampling.max_new_tokens=1024", "no room for a prompt in the 1024 positions of a slot"),
+        ('sampling.stop_strings=[""]', "allowed: no empty string"),
+        ("sampler.max_len=8", "the probe of every synchronization takes 12"),
+    ],
+)
+def test_what_no_step_could_sample_is_refused_before_a_run_begins(path, override, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config(path, ["sampling.max_new_tokens=4", override])

@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 
 import tomli_w
 
-from onegrid.errors import ConfigError
+from onegrid.errors import CapabilityError, ConfigError
 from onegrid.guard.guard import GuardConfig
+from onegrid.guard.probe import LENGTH as PROBE_LENGTH
 from onegrid.learner.config import LearnerConfig
 from onegrid.learner.loss import LossConfig
 from onegrid.recipe import recipe_from_dict
@@ -31,7 +32,7 @@ from onegrid.rl.loop import LoopConfig
 from onegrid.rl.old_policy import CorrectionConfig
 from onegrid.rl.problems import TaskConfig
 from onegrid.rl.record import RecordConfig
-from onegrid.sampler.engine import SamplerConfig
+from onegrid.sampler.engine import SamplerConfig, check_sampling
 from onegrid.types import Sampling
 
 T = TypeVar("T")
@@ -73,6 +74,19 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         recipe_from_dict(self.recipe)
+        try:
+            check_sampling(self.sampling, "sampling")
+        except CapabilityError as error:
+            raise ConfigError(str(error)) from error
+        if self.sampling.max_new_tokens >= self.sampler.max_len:
+            raise ConfigError(
+                f"sampling.max_new_tokens is {self.sampling.max_new_tokens}, which leaves no room for a prompt in the "
+                f"{self.sampler.max_len} positions of a slot; raise sampler.max_len"
+            )
+        if self.sampler.max_len < PROBE_LENGTH and "probe" not in self.guard.off:
+            raise ConfigError(
+                f"sampler.max_len is {self.sampler.max_len}; the probe of every synchronization takes {PROBE_LENGTH}"
+            )
         if self.sampling.temperature <= 0:
             raise ConfigError(f"sampling.temperature is {self.sampling.temperature}; training needs samples: above 0")
         if self.loss.kl_coefficient > 0 and self.loop.reference_every != 1:

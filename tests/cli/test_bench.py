@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from onegrid.cli import app
-from onegrid.errors import ConfigError
+from onegrid.errors import OnegridError
 
 SMALL = ["--device", "cpu", "--new", "3", "--prompt", "4", "--batches", "2", "--tokens", "32"]
 
@@ -34,7 +34,17 @@ def test_the_committed_rows_say_why_a_target_is_not_met():
         assert row["met"] is not False or row["why"], row["name"]
 
 
-@pytest.mark.parametrize(("arguments", "said"), [(["speed"], "parts"), (["ops", "--model", "gpt"], "shapes")])
-def test_unknown_parts_and_shapes_are_refused(arguments, said):
-    result = CliRunner().invoke(app, ["bench", *arguments, *SMALL])
-    assert isinstance(result.exception, ConfigError) and said in str(result.exception)
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["speed"], "parts"),
+        (["ops", "--model", "gpt"], "shapes"),
+        (["ops", "--device", "tpu"], "device is 'tpu'; here it can be auto, cpu"),
+        (["ops", "--presets", "bf16,mxfp9"], "mxfp9"),
+        (["ops", "--batches", "2,a"], "--batches is 'a'"),
+        (["ops", "--prompt", "-1"], "--prompt is -1"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments, said):
+    result = CliRunner().invoke(app, ["bench", *SMALL, *arguments])
+    assert isinstance(result.exception, OnegridError) and said in str(result.exception)

@@ -91,3 +91,42 @@ def test_a_dry_run_prints_everything_and_leaves_nothing(tmp_path, monkeypatch, c
     for expected in ("lr = 0.25", "num_steps = 7", "pairing: exact", "memory estimate", "4 prompts x 4 samples"):
         assert expected in printed
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_device_that_is_not_there_is_refused_by_name():
+    from onegrid.errors import ConfigError
+    from onegrid.study.parts import find_device
+
+    assert find_device("cpu") == "cpu"
+    for name in ("tpu", "cuda:99", ""):
+        with pytest.raises(ConfigError, match=f"device is '{name}'; here it can be auto, cpu"):
+            find_device(name)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), PermissionError(13, "Permission denied")])
+def test_what_the_system_refuses_ends_in_one_line(monkeypatch, capsys, error):
+    from onegrid import cli
+
+    def refused(**options):
+        raise error
+
+    monkeypatch.setattr(cli, "app", refused)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == f"onegrid: {error}\n"
+
+
+def test_files_that_are_none_are_named(tmp_path):
+    from onegrid.cli.formats import _read
+    from onegrid.cli.plan import read_recipe
+    from onegrid.errors import ConfigError, WeightsError
+    from onegrid.rl.export import export_weights
+
+    (tmp_path / "recipe.toml").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"recipe\.toml is not TOML"):
+        read_recipe(tmp_path / "recipe.toml")
+    with pytest.raises(WeightsError, match="is no safetensors file"):
+        _read(f"{tmp_path}::x")
+    with pytest.raises(WeightsError, match="is a file; export into a new folder"):
+        export_weights({}, tmp_path, tmp_path / "recipe.toml")

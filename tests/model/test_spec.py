@@ -95,3 +95,18 @@ def test_which_layers_are_experts_follows_the_config():
 def test_impossible_or_unsupported_configs_are_errors_that_name_the_value(family, change, message):
     with pytest.raises(SpecError, match=message):
         ModelSpec.from_hf_config(config_of(family, **change))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x'; it must be a number"),
+        ({"rope_theta": "x"}, "rope_theta is 'x'"),
+        ({"rope_scaling": 3}, "rope_scaling is 3; it must be an object"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor is '2'"),
+        ({"mlp_only_layers": ["0"]}, "mlp_only_layers is .*; it must be a list of layer numbers"),
+    ],
+)
+def test_entries_of_the_wrong_type_are_named(changes, said):
+    with pytest.raises(SpecError, match=said):
+        ModelSpec.from_hf_config(config_of("qwen3_moe") | changes)

@@ -256,3 +256,10 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(shard_bytes, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert files(tmp_path) == before
     assert_same_tensors(load_weights(tmp_path, spec), weights)
+
+
+@pytest.mark.parametrize("weight_map", [[], {"a": 3}, 3])
+def test_an_index_that_names_no_files_is_an_error(tmp_path, weight_map):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(WeightsError, match="weight_map must name a file for every tensor"):
+        read_index(tmp_path)

@@ -48,3 +48,17 @@ def test_stop_tokens_come_from_the_generation_settings_first(tmp_path):
     assert stop_tokens(tmp_path) == (2,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
     assert stop_tokens(tmp_path) == (5, 7)
+
+
+@pytest.mark.parametrize("ids", ["x", [2, "3"], 1.5, True])
+def test_stop_tokens_that_are_no_ids_are_an_error_with_the_value(tmp_path, ids):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(TaskError, match=r"eos_token_id in .*config\.json is .* it must be a token id or a list"):
+        stop_tokens(tmp_path)
+
+
+@pytest.mark.parametrize("content", [{"kind": "characters"}, {"kind": "characters", "characters": 3}])
+def test_a_tokenizer_of_characters_without_text_is_an_error(tmp_path, content):
+    (tmp_path / "characters.json").write_text(json.dumps(content))
+    with pytest.raises(TaskError, match=r'"characters" is .*; it must be text'):
+        load_tokenizer(tmp_path)

@@ -5,6 +5,7 @@ Exit codes: 0 done; 1 an error that the message explains; 2 wrong usage; 130 int
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -243,6 +244,12 @@ def main() -> None:
         error.show()
         raise SystemExit(error.exit_code) from None
     except OnegridError as error:
+        print(f"onegrid: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except BrokenPipeError:  # the reader of a pipe has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except OSError as error:
         print(f"onegrid: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     except (click.Abort, KeyboardInterrupt):

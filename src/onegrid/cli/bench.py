@@ -14,8 +14,10 @@ from rich.table import Table
 
 from onegrid.errors import ConfigError
 from onegrid.ops.pins import pin
+from onegrid.recipe import preset
 from onegrid.study import bench
 from onegrid.study.bench import Row
+from onegrid.study.parts import find_device
 
 PARTS = ("ops", "sampler", "learner", "sync")
 
@@ -43,19 +45,23 @@ def run(
             raise ConfigError(f"no part {part!r} to measure; parts: {', '.join(PARTS)}")
     if shape not in bench.SHAPES:
         raise ConfigError(f"no model shape {shape!r}; shapes: {', '.join(bench.SHAPES)}")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is cuda, but torch sees no GPU")
+    device = find_device(device)
+    names, counts = presets.split(","), batches.split(",")
+    for one in names:
+        preset(one)  # for its error
+    for what, size in (*(("--batches", count) for count in counts), ("--prompt", prompt), ("--new", new)):
+        if not str(size).isdigit() or int(size) < 1:
+            raise ConfigError(f"{what} is {size!r}; it must be a number of at least 1")
+    sizes = [int(count) for count in counts]
     pin(device)
     where = torch.device(device)
-    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.backends.cpu.get_cpu_capability()}"
+    cpu = f"CPU, {torch.backends.cpu.get_cpu_capability()}"
+    name = torch.cuda.get_device_name(where) if where.type == "cuda" else cpu
     about = {
         "command": "onegrid " + " ".join(sys.argv[1:]),
         "device": f"{name}, torch {torch.__version__}",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
-    names, counts = presets.split(","), [int(count) for count in batches.split(",")]
     table = Table(title=about["device"], title_justify="left")
     for column in ("what", "ours", "unit", "other", "other is", "ratio", "target", "met"):
         table.add_column(column)
@@ -65,7 +71,7 @@ def run(
         if part == "ops":
             found = bench.bench_ops(where)
         elif part == "sampler":
-            found = bench.bench_sampler(shape, names, counts, where, prompt=prompt, new=new, layers=layers)
+            found = bench.bench_sampler(shape, names, sizes, where, prompt=prompt, new=new, layers=layers)
         elif part == "learner":
             found = bench.bench_learner(shape, names, where, tokens=tokens, layers=layers)
         else:

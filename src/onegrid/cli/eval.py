@@ -32,6 +32,8 @@ def run(
     as_json: bool,
 ) -> None:
     """See `onegrid eval --help`."""
+    if against is not None:
+        checkpoints.state_folder(against)  # for its error, before the work on the first
     found = [
         evaluated(path, overrides, config=config, problems=problems, samples=samples, ks=ks)
         for path in (checkpoint, *([against] if against else []))

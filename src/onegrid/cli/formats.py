@@ -53,7 +53,7 @@ def _read(tensor: str) -> Tensor:
             if name not in names:
                 raise WeightsError(f"{file} has no tensor {name!r}; it has {', '.join(names[:8])}, ...")
             x = tensors.get_tensor(name)
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise WeightsError(f"{file} is no safetensors file: {error}") from error
     if x.dim() < 2 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise WeightsError(f"{name} has shape {tuple(x.shape)} and dtype {x.dtype}; it must be a matrix of floats")

@@ -60,7 +60,7 @@ def read_recipe(recipe: str | Path) -> Recipe:
         table = tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
     if not isinstance(table.get("recipe"), dict):
         raise ConfigError(f"{path} has no [recipe] table; it names a preset or lists [[recipe.rule]] entries")

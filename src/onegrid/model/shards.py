@@ -41,6 +41,8 @@ def entries(folder: Path) -> dict[str, Entry]:
         listed: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
         raise WeightsError(f"{folder / INDEX} is not an index: {error!r}") from error
+    if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
+        raise WeightsError(f"{folder / INDEX} is not an index: its weight_map must name a file for every tensor")
     found: dict[str, Entry] = {}
     for file in dict.fromkeys(listed.values()):
         for name, entry in _header(folder / file).items():

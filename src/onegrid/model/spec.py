@@ -101,7 +101,7 @@ class ModelSpec:
             num_kv_heads=_size(config, "num_key_value_heads", heads),
             head_dim=hidden // heads if head_dim is None else _size({"head_dim": head_dim}, "head_dim"),
             intermediate_size=_size(config, "intermediate_size"),
-            rms_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rms_eps=_number(config, "rms_norm_eps", 1e-6),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             max_positions=max_positions,
@@ -208,6 +208,15 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
     return value
 
 
+def _number(config: Mapping[str, Any], key: str, default: float) -> float:
+    value = config.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise SpecError(f"{key} is {value!r}; it must be a number")
+    return float(value)
+
+
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     """SpecError for what would change the numbers and the decoder does not do."""
     layer_types = set(config.get("layer_types") or ())
@@ -228,14 +237,17 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 def _rope(config: Mapping[str, Any], max_positions: int) -> tuple[float, dict[str, Any] | None]:
     """Base and scaling from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (transformers 4)."""
-    given = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    theta = given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(scaling, Mapping):
+        raise SpecError(f"rope_scaling is {scaling!r}; it must be an object or null")
+    given = dict(scaling)
+    theta = _number({"rope_theta": given.pop("rope_theta", None) or config.get("rope_theta")}, "rope_theta", 10000.0)
     old_type = given.pop("type", "default")
     rope_type = given.pop("rope_type", old_type)
-    if float(given.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) or 1.0) != 1.0:
+    if (given.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) or 1.0) != 1.0:
         raise SpecError("partial_rotary_factor other than 1 is not supported; rope turns whole heads here")
     if rope_type == "default":
-        return float(theta), None
+        return theta, None
     if rope_type not in ROPE_KEYS:
         raise SpecError(f"rope type {rope_type!r} is not supported; supported: default, {', '.join(ROPE_KEYS)}")
     required, optional = ROPE_KEYS[rope_type]
@@ -248,16 +260,19 @@ def _rope(config: Mapping[str, Any], max_positions: int) -> tuple[float, dict[st
             f"rope type {rope_type!r}: missing {sorted(missing)}, unknown {sorted(extra)}; "
             f"needs {list(required)}, may have {list(optional)}"
         )
-    if float(given["factor"]) < 1.0:
+    if _number(given, "factor", 1.0) < 1.0:
         raise SpecError(f"rope factor {given['factor']!r} must be at least 1")
-    return float(theta), {"rope_type": rope_type} | {k: v for k, v in given.items() if v is not None}
+    return theta, {"rope_type": rope_type} | {k: v for k, v in given.items() if v is not None}
 
 
 def _experts(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """Fields of a mixture of experts; layer i is one unless listed in mlp_only_layers or skipped by the sparse step."""
     count_key = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
     step, first_dense = _size(config, "decoder_sparse_step", 1), int(config.get("first_k_dense_replace") or 0)
-    dense = set(config.get("mlp_only_layers") or ()) | set(range(first_dense))
+    listed = config.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or not all(isinstance(layer, int) for layer in listed):
+        raise SpecError(f"mlp_only_layers is {listed!r}; it must be a list of layer numbers")
+    dense = set(listed) | set(range(first_dense))
     stray = sorted(layer for layer in dense if not 0 <= layer < num_layers)
     if stray:
         raise SpecError(f"mlp_only_layers names layers {stray}; the model has layers 0 to {num_layers - 1}")

@@ -57,6 +57,8 @@ class CharacterTokenizer:
             raise TaskError(f"cannot read a tokenizer from {path}: {error}") from error
         if not isinstance(content, dict) or content.get("kind") != "characters":
             raise TaskError(f'{path} holds no character tokenizer: its "kind" must be "characters"')
+        if not isinstance(content.get("characters"), str):
+            raise TaskError(f'{path}: "characters" is {content.get("characters")!r}; it must be text')
         return cls(content["characters"])
 
     def _character(self, i: int) -> str:

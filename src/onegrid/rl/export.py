@@ -33,6 +33,8 @@ def export_weights(masters: Mapping[str, Tensor], source: Path, target: Path) ->
     source   folder with config.json and tokenizer
     Raises WeightsError if the target is not empty or tensors do not fit the model, CheckpointError for a full disk.
     """
+    if target.is_file():
+        raise WeightsError(f"{target} is a file; export into a new folder")
     if target.exists() and any(target.iterdir()):
         raise WeightsError(f"{target} is not empty; export into a new folder")
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))

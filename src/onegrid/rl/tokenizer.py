@@ -70,5 +70,8 @@ def stop_tokens(folder: Path) -> tuple[int, ...]:
             except (ValueError, AttributeError) as error:
                 raise TaskError(f"cannot read {path}: {error}") from error
             if ids is not None:
-                return tuple(ids) if isinstance(ids, list) else (int(ids),)
+                listed = tuple(ids) if isinstance(ids, list) else (ids,)
+                if not all(type(i) is int for i in listed):
+                    raise TaskError(f"eos_token_id in {path} is {ids!r}; it must be a token id or a list of them")
+                return listed
     return ()

@@ -280,7 +280,7 @@ class Engine:
             raise CapabilityError(f"{who}: the prompt is empty; it needs one token at least")
         if not all(0 <= token < spec.vocab_size for token in request.prompt_tokens):
             raise CapabilityError(f"{who}: a prompt token lies outside the vocabulary of {spec.vocab_size}")
-        _check_sampling(sampling, who)
+        check_sampling(sampling, who)
         needed = len(request.prompt_tokens) + sampling.max_new_tokens
         if needed > self.config.max_len:
             raise CapabilityError(
@@ -298,7 +298,8 @@ class Engine:
             raise CapabilityError(f"{who}: record_routing, but the model has no experts")
 
 
-def _check_sampling(sampling: Sampling, who: str) -> None:
+def check_sampling(sampling: Sampling, who: str) -> None:
+    """Raises CapabilityError for settings that no token can be drawn with; `who` asks for them."""
     for name, fine, allowed in (
         ("temperature", 0 <= sampling.temperature < float("inf"), "0 or larger"),
         ("top_p", 0 < sampling.top_p <= 1, "above 0, up to 1"),

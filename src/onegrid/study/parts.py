@@ -60,9 +60,7 @@ def design(config: RunConfig, base: Path) -> Design:
     folder = (base / config.model.checkpoint).resolve()
     if not (folder / "config.json").exists():
         raise ConfigError(f"model.checkpoint is {config.model.checkpoint!r}, but {folder} has no config.json")
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = find_device(config.device)
     sampling = config.sampling
     if not sampling.stop_token_ids:
         sampling = replace(sampling, stop_token_ids=stop_tokens(folder))
@@ -83,6 +81,16 @@ def design(config: RunConfig, base: Path) -> Design:
         plan=plan,
         reference_plan=plan if plan.reference == "plan" else bf16,
     )
+
+
+def find_device(name: str) -> str:
+    """The device that a name means, "auto" included. Raises ConfigError for one that is not there."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    gpus = ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))] if torch.cuda.is_available() else []
+    if name not in ("cpu", *gpus):
+        raise ConfigError(f"device is {name!r}; here it can be auto, {', '.join(('cpu', *gpus))}")
+    return name
 
 
 def build(design: Design) -> Parts:
