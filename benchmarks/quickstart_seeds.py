@@ -1,6 +1,6 @@
 """Does the quickstart learn on every seed? Makes a start, trains it, and prints accuracy before and after, by seed.
 
-    python benchmarks/quickstart_seeds.py FOLDER [--model moe] [--seeds 0 1 2 3 4] [--set KEY=VALUE ...]
+    python benchmarks/quickstart_seeds.py FOLDER [--model moe] [--seeds 0 1 2 3 4] [--steps 120] [--set KEY=VALUE ...]
 
 The seeds are chosen beforehand; none is left out. Starts are supervised to 42 % and must lie between 30 and 60 %; the
 accuracy is greedy, on 1,024 held-out problems that neither stage sees. What FOLDER holds already is not made again.
@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", choices=MODELS, default="moe")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--steps", type=int, default=120, help="a third more than the quickstart takes")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE")
     args = parser.parse_args()
     results = []
@@ -35,7 +36,8 @@ def main() -> None:
         start, run_dir = args.folder / f"start-{args.model}-{seed}", args.folder / f"run-{args.model}-{seed}"
         if not (start / "model.safetensors").exists():
             make_start(MODELS[args.model], start, seed=seed, target=0.42, max_steps=2000)
-        overrides = [f"seed={seed}", f"model.checkpoint={start.resolve()}", "eval.num_problems=1024", *args.set]
+        overrides = [f"seed={seed}", f"model.checkpoint={start.resolve()}", "eval.num_problems=1024"]
+        overrides += [f"loop.num_steps={args.steps}", f"learner.decay_steps={args.steps + 5}", *args.set]
         config = ROOT / "configs" / CONFIGS[args.model]
         run(config, overrides, run_dir=run_dir, num_steps=None, resume=True, dry_run=False)
         lines = read_metrics(run_dir)
