@@ -50,7 +50,7 @@ def run(
     for one in names:
         preset(one)  # for its error
     for what, size in (*(("--batches", count) for count in counts), ("--prompt", prompt), ("--new", new)):
-        if not str(size).isdigit() or int(size) < 1:
+        if not str(size).isdigit() or int(str(size)) < 1:
             raise ConfigError(f"{what} is {size!r}; it must be a number of at least 1")
     sizes = [int(count) for count in counts]
     pin(device)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from onegrid.formats import Quantizer, QuantTensor, decode, elements, quantize, quantize_decode
+from onegrid.formats.short import short_values
 from onegrid.ops.quantize_compiled import compiled_decode, worth_compiling
 
 
@@ -56,6 +57,8 @@ def operand(x: Tensor, quantizer: Quantizer | None, *, axis: int = -1, amax: Ten
     if quantizer is None:
         values = x.to(torch.bfloat16).to(dtype)
         return Operand(values if axis == -1 else values.mT)
+    if axis == -1 and (short := short_values(x, quantizer)) is not None:
+        return Operand(short.to(dtype))
     if quantizer.matmul in ("decoded", "nvfp4"):
         if amax is None and worth_compiling(x, quantizer, axis):
             values, found = compiled_decode(x, quantizer, axis)

@@ -140,6 +140,14 @@ TABLE = (
     ),
     Implementation(
         operation="quantize and decode",
+        name="short",
+        promise="bits",
+        devices="CPU",
+        shapes="two axes, whole blocks of an MX format, block maxima within 2^-100 .. 2^100",
+        where="operand.short_values",
+    ),
+    Implementation(
+        operation="quantize and decode",
         name="compiled",
         promise="bits",
         devices="CUDA",
