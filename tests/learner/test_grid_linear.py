@@ -51,7 +51,7 @@ def test_gradients_equal_float64_autograd_of_the_grid_function(weight, activatio
     leaf_x, leaf_w = x.clone().requires_grad_(), master.clone().requires_grad_()
     y = GridLinear.apply(leaf_x, leaf_w, bias, Input(x, operand(x, qa), qa, groups), site)
     y.backward(dy)
-    assert site.calls == {mode: 1}
+    assert site.calls == {mode: len(groups or [0])}
 
     parts = groups or [(slice(None), slice(None))]
     y64, dx64 = torch.zeros(m, n, dtype=torch.float64), torch.zeros(m, k, dtype=torch.float64)

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import torch
 
-from onegrid.errors import CheckpointError, ConfigError, NonFiniteError, WeightsError
+from onegrid.errors import CapabilityError, CheckpointError, ConfigError, NonFiniteError, WeightsError
 from onegrid.formats import QuantTensor
 from onegrid.learner.config import LearnerConfig, learning_rate
 from onegrid.learner.learner import Learner
@@ -256,6 +256,19 @@ def test_case_M4_masked_positions_may_hold_anything():
         assert learner.forward_backward(junk(value)).metrics == want
         for key, grad in gradients(clean).items():
             assert_same_bytes(gradients(learner)[key], grad, key)
+
+
+def test_a_backward_mode_that_ran_unasked_is_an_error():
+    learner, batch = learner_of("moe", "mxfp8", backward="dequantized"), batch_of(2)
+    learner.forward_backward(batch)
+    sites = learner.grad_weights.sites
+    planned = {key: site for key, site in sites.items() if learner.plan[learner.keys[key][0]].backward}
+    assert planned and all(set(site.calls) <= {"dequantized"} for site in planned.values())
+    key = "model.layers.1.self_attn.o_proj.weight"
+    assert planned[key].calls["dequantized"] == 1
+    planned[key].count("high_precision")
+    with pytest.raises(CapabilityError, match=rf"{key}: asked for backward 'dequantized', ran"):
+        learner.forward_backward(batch)
 
 
 def test_warm_up_clipping_and_groups_of_layers_are_reported():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegrid.formats import QUANTIZERS, QuantTensor, dequantize, digest, quantize
+from onegrid.formats import QUANTIZERS, dequantize, digest, quantize
 from onegrid.guard.injection import Bench, after_load, change_byte, exchange, last_expert, moved, put_back, wrap
 from onegrid.model.canonical import Canonical, parts_of
 from onegrid.model.stacks import is_stack, stack_key
@@ -213,8 +213,3 @@ def activation_grid(quantizer: str | None) -> Callable[[Bench], None]:
         wrap(bench.weights, "derive", derive)
 
     return inject
-
-
-def is_quantized(x: Canonical) -> bool:
-    """Codes and scales, not plain values."""
-    return isinstance(x, QuantTensor)

@@ -11,7 +11,6 @@ import torch
 from onegrid.guard.inject_grid import WORD
 from onegrid.guard.injection import Bench, last_expert, moved, put_back, wrap
 from onegrid.model.canonical import raw_bytes
-from onegrid.sampler.intake import expected_digests
 from onegrid.types import Bucket, Piece
 
 
@@ -223,16 +222,6 @@ def version_reset(bench: Bench) -> None:
         return metrics
 
     wrap(bench.learner, "step", step)
-
-
-def manifest_digests(bench: Bench, names: Iterable[str]) -> dict[str, int]:
-    """What a learner would publish of `names` now."""
-    from onegrid.model.canonical import Snapshot
-    from onegrid.sync import manifest_of
-
-    tensors = bench.learner.canonical()
-    snapshot = Snapshot(version=0, plan_digest="", tensors={name: tensors[name] for name in names})
-    return expected_digests(manifest_of(snapshot))
 
 
 def _in_receive(bench: Bench, change: Callable[[int, Bucket], list[Bucket]]) -> None:

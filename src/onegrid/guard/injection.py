@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from onegrid.learner.learner import Learner
@@ -131,8 +130,3 @@ def exchange(one: Tensor, other: Tensor) -> None:
     kept = one.clone()
     one.copy_(other)
     other.copy_(kept)
-
-
-def cpu_generator(seed: int) -> torch.Generator:
-    """Randomness of a fault, an argument as everywhere."""
-    return torch.Generator().manual_seed(seed)

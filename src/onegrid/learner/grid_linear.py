@@ -58,7 +58,11 @@ class Site:
     backward: str
     """ "quantized", "high_precision" or "dequantized"; unquantized layers use "high_precision"."""
     calls: dict[str, int] = field(default_factory=dict)
-    """How often each backward mode really ran, so that a mode that was asked for and ignored is seen."""
+    """How often each backward mode really ran, counted where it runs: a mode that is asked for and ignored is seen."""
+
+    def count(self, mode: str) -> None:
+        """One more matrix went back in `mode`."""
+        self.calls[mode] = self.calls.get(mode, 0) + 1
 
 
 class GridLinear(torch.autograd.Function):
@@ -78,7 +82,6 @@ class GridLinear(torch.autograd.Function):
         """dX BF16 [M, K], dW FP32 like the master, db FP32 [N]."""
         (master,) = ctx.saved_tensors
         shared, site = ctx.shared, ctx.site
-        site.calls[site.backward] = site.calls.get(site.backward, 0) + 1
         if shared.groups is None:
             dx, dw = _dgrad_wgrad(dy, master, shared, site)
             db = dy.float().sum(0) if ctx.has_bias else None
@@ -94,15 +97,18 @@ def _dgrad_wgrad(
 ) -> tuple[Tensor, Tensor]:
     """dX BF16 [M, K] and dW FP32 [N, K] of one matrix, by the table above."""
     if site.backward == "quantized":
+        site.count("quantized")
         weight_KN = operand(master.to(torch.bfloat16), site.weight, axis=-2)
         dx = matmul(operand(dy, site.gradient), weight_KN)
         columns = shared.columnwise(expert, rows)
         return dx, matmul(operand(dy, site.gradient, axis=-2), columns, out_dtype=torch.float32)
     dtype = compute_dtype(dy.device)
     if site.backward == "dequantized":
+        site.count("dequantized")
         published = site.rowwise if expert is None else site.rowwise.part(expert)
         w, x = dequantized(published), dequantized(shared.rowwise.part(rows))
     else:
+        site.count("high_precision")
         w, x = master.to(torch.bfloat16).to(dtype), shared.x[rows].to(dtype)
     dy = dy.to(dtype)
     return dot(dy, w.mT).to(torch.bfloat16), dot(dy.mT, x.mT)

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from onegrid.errors import CapabilityError, SyncError, WeightsError
-from onegrid.formats import QUANTIZERS, QuantTensor, digest, quantize
+from onegrid.formats import QUANTIZERS, QuantTensor, quantize
 from onegrid.model.canonical import Canonical, parts_of
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.model.stacks import is_stack, stack_key, stacks
 from onegrid.ops.grouped import Dispatch, grouped_matmul, take
 from onegrid.ops.linear import matmul
-from onegrid.ops.operand import Operand, compute_dtype, operand, operand_of
+from onegrid.ops.operand import Operand, operand, operand_of
 from onegrid.ops.table import kernels_for
 from onegrid.recipe import Plan
 
@@ -178,12 +178,6 @@ class LiveWeights:
                 tensors=tuple(wrong),
             )
 
-    def digests(self, names: Iterable[str] | None = None) -> dict[str, dict[str, int]]:
-        """Digest of every part of `names` (None for all) from the live storage, after `verify` of their keys."""
-        names = self.names() if names is None else list(names)
-        self.verify(dict.fromkeys(stack_key(name) for name in names))
-        return {name: {part: digest(tensor) for part, tensor in self.parts(name).items()} for name in names}
-
     def tensor(self, name: str) -> Tensor:
         """An unquantized tensor for the decoder: the operand's values where it has one, else BF16."""
         if name in self.operands:
@@ -231,12 +225,6 @@ def send(a: Operand, dispatch: Dispatch) -> Operand:
     row = None if a.row is None else take(a.row, dispatch.source)
     block = None if a.block is None else take(a.block, dispatch.source)
     return Operand(take(a.values, dispatch.source), a.kind, row, block)
-
-
-def compute_bytes(spec: ModelSpec, device: torch.device | str = "cpu") -> int:
-    """Bytes of the derived operands of all matrices of a model, for a memory estimate."""
-    width = 4 if compute_dtype(torch.device(device)) == torch.float32 else 2
-    return sum(width * torch.Size(shape).numel() for shape in tensor_shapes(spec).values() if len(shape) == 2)
 
 
 def joinable(spec: ModelSpec) -> list[tuple[str, ...]]:
