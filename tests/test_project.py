@@ -33,15 +33,17 @@ ORDER = [
     "sampler",
     "sync",
     "guard",
+    "tracker",
     "rl",
     "config",
     "study",
+    "report",
     "cli",
 ]
 EVERYWHERE = {"errors", "types"}
 MAY_IMPORT = {part: set(ORDER[:i]) for i, part in enumerate(ORDER)}
 MAY_IMPORT["sampler"] -= {"learner"}
-for _part in ("guard", "rl", "config", "study", "cli"):
+for _part in ("guard", "rl", "config", "study", "report", "cli"):
     MAY_IMPORT[_part] |= {"mismatch"}
 MAY_IMPORT["study"] |= {"cost", "convert", "cluster"}
 MAY_IMPORT["cli"] |= {"cost", "convert", "cluster"}

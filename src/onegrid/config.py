@@ -28,11 +28,12 @@ from onegrid.rl.algorithms import with_algorithm
 from onegrid.rl.checkpoint import CheckpointConfig
 from onegrid.rl.dynamic import DynamicConfig
 from onegrid.rl.evaluate import EvalConfig
-from onegrid.rl.loop import LoopConfig
+from onegrid.rl.loop_config import LoopConfig
 from onegrid.rl.old_policy import CorrectionConfig
 from onegrid.rl.problems import TaskConfig
 from onegrid.rl.record import RecordConfig
 from onegrid.sampler.engine import SamplerConfig, check_sampling
+from onegrid.tracker.config import TrackersConfig
 from onegrid.types import Sampling
 
 T = TypeVar("T")
@@ -71,6 +72,7 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     record: RecordConfig = field(default_factory=RecordConfig)
+    trackers: TrackersConfig = field(default_factory=TrackersConfig)
 
     def __post_init__(self) -> None:
         recipe_from_dict(self.recipe)
@@ -160,9 +162,9 @@ def reference(cls: type = RunConfig, path: str = "") -> Iterator[FieldInfo]:
     """Every key that a configuration can hold, in order."""
     hints = typing.get_type_hints(cls)
     for f in dataclasses.fields(cls):
-        key = _dotted(path, f.name)
-        if dataclasses.is_dataclass(hints[f.name]):
-            yield from reference(typing.cast(type, hints[f.name]), key)
+        key, section = _dotted(path, f.name), _section(hints[f.name])
+        if section is not None:
+            yield from reference(section, key)
             continue
         default: Any = dataclasses.MISSING
         if f.default is not dataclasses.MISSING:
@@ -204,8 +206,9 @@ def _apply(tree: dict[str, Any], override: str, cls: type) -> None:
     node: Any = tree
     hint: Any = cls
     for i, piece in enumerate(pieces):
-        if dataclasses.is_dataclass(hint):
-            hints = typing.get_type_hints(hint)
+        section = _section(hint)
+        if section is not None:
+            hints = typing.get_type_hints(section)
             if piece not in hints:
                 path = ".".join(pieces[:i])
                 raise ConfigError(f"unknown key {key!r}; {_suggest(_dotted(path, piece), list(hints), path)}")
@@ -218,8 +221,10 @@ def _apply(tree: dict[str, Any], override: str, cls: type) -> None:
             node = node.setdefault(piece, {})
             if not isinstance(node, dict):
                 raise ConfigError(f"{'.'.join(pieces[: i + 1])} must be a section, got {node!r}")
-    if dataclasses.is_dataclass(hint):
-        raise ConfigError(f"{key!r} is a section; override one of its keys: {', '.join(typing.get_type_hints(hint))}")
+    section = _section(hint)
+    if section is not None and text.strip().lower() != "none":
+        names = ", ".join(typing.get_type_hints(section))
+        raise ConfigError(f"{key!r} is a section; override one of its keys: {names}")
     if text.strip().lower() == "none" and type(None) in typing.get_args(hint):
         node.pop(pieces[-1], None)
     else:
@@ -267,6 +272,12 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
     elif isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
     raise ConfigError(f"{path} must be {_name(hint)}, got {value!r} ({type(value).__name__})")
+
+
+def _section(hint: Any) -> type | None:
+    """The dataclass that a hint means, one that may be left out too; None for a value."""
+    choices = [hint] if dataclasses.is_dataclass(hint) else [a for a in typing.get_args(hint) if a is not type(None)]
+    return choices[0] if len(choices) == 1 and dataclasses.is_dataclass(choices[0]) else None
 
 
 def _name(hint: Any) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from onegrid.config import changed_keys, load_config, to_toml
+from onegrid.config import RunConfig, changed_keys, load_config, to_toml
 from onegrid.errors import CheckpointError, ConfigError
 from onegrid.guard.guard import guard_of
 from onegrid.rl import checkpoint
@@ -19,8 +21,9 @@ from onegrid.rl.progress import Display
 from onegrid.rl.record import Record, check_whole, free_run_folder, last_run_folder, read_metrics, versions
 from onegrid.study.estimate import memory_estimate
 from onegrid.study.parts import Design, build, design
+from onegrid.tracker.trackers import Trackers, check_installed
 
-MAY_CHANGE = ("loop.num_steps", "checkpoint.", "record.")
+MAY_CHANGE = ("loop.num_steps", "checkpoint.", "record.", "trackers.")
 """What a resumed run may do differently and still be the same run."""
 
 
@@ -34,6 +37,7 @@ def run(
     if dry_run:
         _describe(plan, console)
         return
+    check_installed(plan.config.trackers)
     folder = _folder(path, run_dir, resume=resume)
     last = checkpoint.latest(folder) if resume else None
     if last or (resume and (folder / "config.toml").exists()):
@@ -53,7 +57,8 @@ def run(
     record.text("plan.json", plan.plan.to_json())
     made_with: dict[str, object] = {**versions(), "pins": parts.proof.as_record()}
     record.text("versions.json", json.dumps(made_with, indent=1, sort_keys=True) + "\n")
-    with Display(config.loop.num_steps, done=state["step"] if state else 0, console=console) as display:
+    display = Display(config.loop.num_steps, done=state["step"] if state else 0, console=console)
+    with _tracked(config, record, display), display:
         display.note(f"run {folder}" + (f", going on from step {state['step']}" if state else ""))
         for line in plan.plan.summary():
             display.note(line)
@@ -104,6 +109,16 @@ def summary(folder: Path) -> Table:
     table.add_row("time", f"{sum(seconds):.0f} s in {len(steps)} steps")
     table.add_row("run directory", str(folder))
     return table
+
+
+@contextmanager
+def _tracked(config: RunConfig, record: Record, display: Display) -> Iterator[None]:
+    """While it lasts, trackers hear what the record writes, and first what they have missed."""
+    settings = tomllib.loads(to_toml(config))
+    past = read_metrics(record.folder)
+    with Trackers(config.trackers, record.folder, settings=settings, past=past, say=display.note) as trackers:
+        record.listener = trackers.log
+        yield
 
 
 def _folder(path: Path, run_dir: Path | None, *, resume: bool) -> Path:

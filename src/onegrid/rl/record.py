@@ -74,6 +74,8 @@ class Record:
     def __init__(self, folder: Path, *, config: RecordConfig | None = None, resume_step: int | None = None) -> None:
         self.folder = folder
         self.config = config or RecordConfig()
+        self.listener: Callable[[int, Mapping[str, Value]], None] | None = None
+        """Is told every line of metrics.jsonl once it is written, as trackers are."""
         if resume_step is None and (folder / "metrics.jsonl").exists():
             raise CheckpointError(f"{folder} already holds a run; go on with --resume, or name another --run-dir")
         with writing(folder):
@@ -103,6 +105,8 @@ class Record:
             shown = ", ".join(f"{key} = {values[key]}" for key in sorted(bad))
             raise NonFiniteError(f"step {step}: {shown}; metrics must be finite, or absent where they are undefined")
         self._append("metrics.jsonl", {"step": step, **values})
+        if self.listener is not None:
+            self.listener(step, values)
 
     def incident(self, incident: Incident) -> None:
         """Append one object with the fields of `Incident`."""
