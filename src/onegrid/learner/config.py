@@ -3,8 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from onegrid.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraConfig:
+    """Low-rank adapters, the only thing that is trained where this section stands; see learner/lora.py."""
+
+    rank: int
+    alpha: float = 32.0
+    """B A counts alpha / rank times."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Ends of module names, as PEFT reads them ("q_proj", "layers.0.mlp.up_proj"); "all-linear": every projection."""
+    init: Literal["uniform", "gaussian"] = "uniform"
+    """How A is drawn: uniform within 1 / sqrt(inputs), as PEFT does by default, or normal with deviation 1 / rank.
+    B begins at 0, so that the first version has the bytes of the base."""
+    seed: int = 0
+    adapter: str = ""
+    """A folder of PEFT to go on from; relative names start at the configuration file."""
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(
+                f"rank is {self.rank}; it must be at least 1. Leave learner.lora out to train all weights"
+            )
+        if not 0.0 < self.alpha < float("inf"):
+            raise ConfigError(f"alpha is {self.alpha}; it must be above 0 and finite")
+        if not self.targets:
+            raise ConfigError('targets is empty; name modules such as "q_proj", or "all-linear"')
+        if self.dropout != 0.0:
+            raise ConfigError(
+                f"dropout is {self.dropout}; it must be 0: adapters are merged before the forward, so that learner and "
+                "sampler are one policy, and a dropped input cannot be merged"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +61,8 @@ class LearnerConfig:
     """Rows of one micro-batch at most; a longer sequence goes alone."""
     recompute: bool = False
     """Gradient checkpointing: keep only layer inputs, compute each layer again in the backward pass."""
+    lora: LoraConfig | None = None
+    """Trains adapters instead of the weights."""
 
     def __post_init__(self) -> None:
         if not (0.0 <= self.lr < float("inf")) or self.warmup_steps < 0:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from onegrid.errors import CapabilityError, CheckpointError, NonFiniteError, WeightsError
 from onegrid.formats import QUANTIZERS
+from onegrid.learner.adapter_files import adapters_of
 from onegrid.learner.config import LearnerConfig, learning_rate
 from onegrid.learner.loss import LossConfig, loss_metrics, policy_loss, token_weights
 from onegrid.learner.packing import attend_packed, micro_batches, pack
@@ -67,14 +68,17 @@ class Learner:
         self.num_updates = 0
         self.keys = stacks(spec)
         self.masters = {key: t.requires_grad_() for key, t in _gather(spec, self.keys, weights, self.device).items()}
+        self.adapters = adapters_of(config.lora, spec, self.masters) if config.lora else None
+        self.trained = self.adapters.factors if self.adapters else self.masters
+        """What the optimizer moves, by name: the masters, or the factors of their adapters."""
         self.live = LiveWeights(spec, plan, side="learner", device=self.device, kernels=kernels)
         self.live.derive()
         self.grad_weights = GradWeights(self.live, self.masters)
         self.align = _alignment(plan)
         self.rope = rope_table(spec, 0, self.device)
         self.kv_grid = kv_grid(plan.learner_kv)
-        decayed = [t for t in self.masters.values() if t.dim() >= 2]
-        plain = [t for t in self.masters.values() if t.dim() < 2]
+        decayed = [t for t in self.trained.values() if t.dim() >= 2]
+        plain = [t for t in self.trained.values() if t.dim() < 2]
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": decayed, "weight_decay": config.weight_decay},
@@ -92,6 +96,8 @@ class Learner:
 
     def _quantize(self) -> None:
         """Codes, scales and operands of the current masters, in place: once per version."""
+        if self.adapters:
+            self.adapters.merge()
         for key, value in publish(self._values(), self.keys, self.plan, side="learner").items():
             self.live.write(key, value)
         self.live.derive()
@@ -175,7 +181,7 @@ class Learner:
         reference_logp: Items[Tensor] | None = None,
         correction: Items[Tensor] | None = None,
     ) -> StepReport:
-        """Gradients of the batch's loss, added to the masters' `.grad`.
+        """Gradients of the batch's loss, added to the `.grad` of what is trained.
 
         old_logp        FP32 [R] per sequence that the ratio is taken to; None: the sampler's (exact pairings)
         reference_logp  FP32 [R] of the reference policy
@@ -215,27 +221,27 @@ class Learner:
         return StepReport(logp=logp_out, metrics=loss_metrics(sums), num_micro_batches=len(plan))
 
     def step(self) -> dict[str, float]:
-        """Clips, updates the masters, clears the gradients and makes the next version.
+        """Clips, updates the masters (or the adapters), clears the gradients and makes the next version.
 
         Raises NonFiniteError naming the first tensor with a NaN or Inf gradient; nothing is changed then.
         """
         norms: dict[str, float] = {}
-        for key, master in self.masters.items():
-            if master.grad is None:
+        for key, tensor in self.trained.items():
+            if tensor.grad is None:
                 continue
-            square = master.grad.double().square().sum()
+            square = tensor.grad.double().square().sum()
             if not bool(torch.isfinite(square)):
-                bad = int((~torch.isfinite(master.grad)).sum())
+                bad = int((~torch.isfinite(tensor.grad)).sum())
                 self.optimizer.zero_grad(set_to_none=True)
-                raise NonFiniteError(f"gradient of {key}: {bad} of {master.numel()} values are NaN or Inf")
+                raise NonFiniteError(f"gradient of {key}: {bad} of {tensor.numel()} values are NaN or Inf")
             group = _group(key)
             norms[group] = norms.get(group, 0.0) + float(square)
         total = sum(norms.values()) ** 0.5
         limit = self.config.max_grad_norm
         if limit and total > limit:
-            for master in self.masters.values():
-                if master.grad is not None:
-                    master.grad.mul_(limit / total)
+            for tensor in self.trained.values():
+                if tensor.grad is not None:
+                    tensor.grad.mul_(limit / total)
         lr = learning_rate(self.config, self.num_updates)
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = lr
@@ -245,12 +251,14 @@ class Learner:
         self.version += 1
         self._quantize()
         groups = {f"train/grad_norm/{group}": square**0.5 for group, square in norms.items()}
-        return {"train/grad_norm": total, "train/lr": lr, **groups}
+        bound = {"sync/adapter_modules": float(self.adapters.num_modules())} if self.adapters else {}
+        return {"train/grad_norm": total, "train/lr": lr, **groups, **bound}
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on: masters, optimizer, version, plan digest."""
+        """Everything that the next step depends on: masters (or adapters), optimizer, version, plan digest."""
+        masters = {key: t.detach() for key, t in self.masters.items()}
         return {
-            "masters": {key: t.detach() for key, t in self.masters.items()},
+            **({"adapters": self.adapters.state_dict()} if self.adapters else {"masters": masters}),
             "optimizer": self.optimizer.state_dict(),
             "version": self.version,
             "num_updates": self.num_updates,
@@ -259,7 +267,12 @@ class Learner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes a state back. Raises CheckpointError if a part is missing or it belongs to another model or plan."""
-        missing = {"masters", "optimizer", "version", "num_updates", "plan_digest"} - state.keys()
+        held = "adapters" if self.adapters else "masters"
+        missing = {held, "optimizer", "version", "num_updates", "plan_digest"} - state.keys()
+        if held in missing and state.keys() & {"adapters", "masters"}:
+            raise CheckpointError(
+                f"the state holds no {held}: it was made {'without' if self.adapters else 'with'} learner.lora"
+            )
         if missing:
             raise CheckpointError(f"the learner's state lacks {sorted(missing)}")
         if state["plan_digest"] != self.plan.digest:
@@ -268,20 +281,23 @@ class Learner:
                 "resume with the same recipe and model"
             )
         shapes = {key: tuple(t.shape) for key, t in self.masters.items()}
-        if {key: tuple(t.shape) for key, t in state["masters"].items()} != shapes:
+        if not self.adapters and {key: tuple(t.shape) for key, t in state["masters"].items()} != shapes:
             raise CheckpointError("the state's tensors are not those of this model")
         if state["num_updates"]:
             self._refuse_lost_moments(state["optimizer"].get("state", {}))
-        with torch.no_grad():
-            for key, master in self.masters.items():
-                master.copy_(state["masters"][key])
+        if self.adapters:
+            self.adapters.load_state_dict(state["adapters"])
+        else:
+            with torch.no_grad():
+                for key, master in self.masters.items():
+                    master.copy_(state["masters"][key])
         self.optimizer.load_state_dict(state["optimizer"])
         self.version, self.num_updates = state["version"], state["num_updates"]
         self._quantize()
 
     def _refuse_lost_moments(self, moments: Mapping[int, Mapping[str, Any]]) -> None:
         """The optimizer would take an absent moment for a first step, and go on with another update in silence."""
-        names = {id(master): key for key, master in self.masters.items()}
+        names = {id(tensor): key for key, tensor in self.trained.items()}
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         for i, param in enumerate(params):
             for name in ("exp_avg", "exp_avg_sq"):

@@ -59,7 +59,8 @@ class TokenLogProb(torch.autograd.Function):
         hidden_ND, head_VD, tokens_N = ctx.saved_tensors
         temperature = ctx.temperature or 1.0
         dhidden = torch.zeros_like(hidden_ND)
-        dhead = torch.zeros(head_VD.shape, dtype=torch.float32, device=head_VD.device)
+        trained = ctx.needs_input_grad[1]
+        dhead = torch.zeros(head_VD.shape, dtype=torch.float32, device=head_VD.device) if trained else None
         head = head_VD.float()
         for rows in _chunks(hidden_ND, head_VD):
             hidden = hidden_ND[rows]
@@ -72,8 +73,9 @@ class TokenLogProb(torch.autograd.Function):
                 dlogits -= dentropy_N[rows, None] * p * inner
             dlogits /= temperature
             dhidden[rows] = (dlogits @ head).to(hidden.dtype)
-            dhead += dlogits.mT @ hidden.float()
-        return dhidden, dhead.to(head_VD.dtype), None, None, None
+            if dhead is not None:
+                dhead += dlogits.mT @ hidden.float()
+        return dhidden, None if dhead is None else dhead.to(head_VD.dtype), None, None, None
 
 
 def token_logp(

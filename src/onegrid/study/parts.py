@@ -11,7 +11,9 @@ import torch
 
 from onegrid.config import RunConfig
 from onegrid.errors import ConfigError
+from onegrid.learner.config import LearnerConfig
 from onegrid.learner.learner import Learner
+from onegrid.learner.lora import targeted
 from onegrid.model.live import LiveWeights
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.model.weights import load_weights, read_index
@@ -68,6 +70,7 @@ def design(config: RunConfig, base: Path) -> Design:
     index = read_index(folder)
     plan = resolve(recipe_from_dict(config.recipe), hf_config, index)
     bf16 = resolve(preset("bf16"), hf_config, index)
+    spec = ModelSpec.from_hf_config(hf_config)
     return Design(
         config=replace(
             config,
@@ -75,12 +78,22 @@ def design(config: RunConfig, base: Path) -> Design:
             device=device,
             sampling=sampling,
             task=at_folder(config.task, base),
+            learner=_adapted(config.learner, spec, base),
         ),
         hf_config=hf_config,
-        spec=ModelSpec.from_hf_config(hf_config),
+        spec=spec,
         plan=plan,
         reference_plan=plan if plan.reference == "plan" else bf16,
     )
+
+
+def _adapted(config: LearnerConfig, spec: ModelSpec, base: Path) -> LearnerConfig:
+    """The targets of adapters fit the model, and the folder to go on from is a whole path."""
+    if config.lora is None:
+        return config
+    targeted(config.lora.targets, spec)
+    folder = str((base / config.lora.adapter).resolve()) if config.lora.adapter else ""
+    return replace(config, lora=replace(config.lora, adapter=folder))
 
 
 def find_device(name: str) -> str:
@@ -102,9 +115,10 @@ def build(design: Design) -> Parts:
     weights = load_weights(folder, spec)
     tokenizer = load_tokenizer(folder)
 
-    def learner(plan: Plan) -> Learner:
-        return Learner(spec, plan, weights, config.learner, loss=config.loss, device=config.device)
+    def learner(plan: Plan, settings: LearnerConfig) -> Learner:
+        return Learner(spec, plan, weights, settings, loss=config.loss, device=config.device)
 
+    asked = bool(config.loop.reference_every)
     live = LiveWeights(spec, design.plan, side="sampler", device=config.device)
     proof = prove_pins(spec, live.kernels, config.device)
     if design.plan.exact:
@@ -112,9 +126,9 @@ def build(design: Design) -> Parts:
     return Parts(
         task=make_task(config.task, tokenizer, num_prompts=config.loop.prompts_per_step, seed=config.seed),
         tokenizer=tokenizer,
-        learner=learner(design.plan),
+        learner=learner(design.plan, config.learner),
         sampler=Engine(live, config.sampler, decode_text=tokenizer.decode),
-        reference=learner(design.reference_plan) if config.loop.reference_every else None,
+        reference=learner(design.reference_plan, replace(config.learner, lora=None)) if asked else None,
         proof=proof,
     )
 
