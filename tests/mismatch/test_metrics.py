@@ -11,7 +11,7 @@ from onegrid.errors import MismatchError, NonFiniteError
 from onegrid.mismatch import compare, mirror_rollout_corr
 
 NAMES = ["kl", "k3", "log_ppl_abs_diff", "chi2_token", "chi2_seq", "pearson", "max_abs", "p99", "share_equal"]
-KEYS = {"mismatch/" + name for name in [*NAMES, "token_mult_prob_error", "ess"]}
+KEYS = {"mismatch/" + name for name in [*NAMES, "token_mult_prob_error", "ess", "tokens"]}
 POISON = [float("nan"), float("inf"), -float("inf"), 1e10, -1e10]
 
 
@@ -36,6 +36,7 @@ def test_every_metric_is_the_formula_of_the_contract():
     metrics = compare(p, q, ones(2, 1))
     w = [math.exp(x) for x in d]
     expected = {
+        "tokens": 3,
         "kl": -sum(d) / 3,
         "k3": sum(math.expm1(x) - x for x in d) / 3,
         "log_ppl_abs_diff": (0.25 + 0.25) / 2,

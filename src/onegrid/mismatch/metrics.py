@@ -58,6 +58,7 @@ def compare(learner_logp: Sequence[Tensor], sampler_logp: Sequence[Tensor], mask
         mult_prob_error = np.exp(abs_N).mean()
 
     metrics = {
+        "mismatch/tokens": d_N.size,
         "mismatch/kl": -d_N.mean(),
         "mismatch/k3": (np.expm1(clamped_N) - clamped_N).mean(),
         "mismatch/log_ppl_abs_diff": np.mean([abs(d_R.mean()) for d_R in d]),
