@@ -38,9 +38,9 @@ def test_every_row_of_the_table_names_a_function_and_every_operation_has_a_defin
     import importlib
 
     for row in TABLE:
-        module, name = row.where.split(".")
-        if module != "packed_triton":
-            assert callable(getattr(importlib.import_module(f"onegrid.ops.{module}"), name))
+        part, module, name = f"ops.{row.where}".split(".")[-3:]
+        if module not in ("packed_triton", "digest_triton"):
+            assert callable(getattr(importlib.import_module(f"onegrid.{part}.{module}"), name))
         assert any(r.operation == row.operation and r.promise == "definition" for r in TABLE)
 
 

@@ -1,18 +1,24 @@
 """A 64-bit digest that identifies a tensor's bytes and adds up over pieces.
 
-Every byte adds weight(position) * (byte + 1) modulo 2^64, where the position is that of the byte in the canonical
-tensor and weights are odd pseudo-random numbers. So buckets and shards of any size, in any order, sum to the whole;
-one changed byte always changes the sum (an odd weight times a number below 256 is never 0), other changes slip
-through with probability about 2^-57. It finds faults; it does not resist an adversary.
+Bytes are read in words of 32 bits, every second of them as a signed number, so that two words are one 64-bit integer;
+every word adds weight(position) times its value modulo 2^64, and every byte that is there its word's weight once more.
+Weights are odd pseudo-random numbers of the position in the canonical tensor. So a byte's share depends on nothing but
+its position and value: buckets and shards of any size, in any order, sum to the whole. One changed byte always changes
+the sum (an odd weight times a number below 2^32 is never 0 modulo 2^64); any other change slips through with
+probability 2^-56, or, where only the highest byte of words changes, 2^-32. It finds faults; it does not resist an
+adversary.
+
+Only integers are added, modulo 2^64, so the order does not matter, and every device gives the same number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from onegrid.errors import FormatError
@@ -20,10 +26,10 @@ from onegrid.formats.quantize import QuantTensor
 
 MASK = (1 << 64) - 1
 CHUNK = 1 << 14
-UNIT = 256
-SMALL = 4 * UNIT
+"""Bytes whose words have weights of their own; those of chunk n are multiplied by one more weight."""
+PAIRS = CHUNK // 8
 GROUP = 64
-"""Chunks that are computed together on a CPU."""
+"""Chunks that are computed together on a CPU, so that they stay in its cache."""
 ROLES = ("values", "codes", "scales", "amax")
 """Parts of a tensor; each has its own weights, so that bytes cannot move between parts unseen."""
 
@@ -41,79 +47,31 @@ def digest(tensor: Tensor | QuantTensor, *, start: int = 0, role: str = "values"
     data = _bytes(tensor)
     if not data.numel():
         return 0
-    if data.device.type == "cpu":
-        return _on_cpu(data, start, role)
-    total, at = 0, 0
-    table = _weights(data.device)
-    lead = -start % CHUNK
-    if lead:
-        head = data[:lead]
-        offset = start % CHUNK
-        total += _chunk_weight(start // CHUNK, role) * int(_weighted(head, table[offset : offset + head.numel()]))
-        at = head.numel()
-    while at < data.numel():
-        group = data[at : at + 256 * CHUNK]
-        whole = group.numel() // CHUNK * CHUNK
-        first = (start + at) // CHUNK
-        sums = ((group[:whole].view(-1, CHUNK).to(torch.int64) + 1) * table).sum(-1).tolist()
-        if whole < group.numel():
-            sums.append(int(_weighted(group[whole:], table[: group.numel() - whole])))
-        total += sum(_chunk_weight(first + i, role) * value for i, value in enumerate(sums))
-        at += group.numel()
-    return total & MASK
+    return (sum(_to_host(_device_sums(data, start, role))) + _present(start, data.numel(), role)) & MASK
 
 
 def digests(parts: Sequence[tuple[Tensor, str]]) -> list[int]:
-    """`digest` of many tensors with their roles; on a CPU small ones go together, which is much faster."""
+    """`digest` of many tensors with their roles; small ones go together, and a GPU is waited for only once."""
     out = [0] * len(parts)
-    for width in (SMALL, CHUNK):
-        lower = 0 if width == SMALL else SMALL
-        fitting = [i for i, (x, _) in enumerate(parts) if lower < x.nbytes <= width and x.device.type == "cpu"]
-        for first in range(0, len(fitting), GROUP):
-            group = fitting[first : first + GROUP]
-            data_CN = torch.zeros(len(group), width, dtype=torch.uint8)
-            for row, i in enumerate(group):
-                data_CN[row, : parts[i][0].nbytes] = _bytes(parts[i][0])
-            for i, value in zip(group, _chunk_sums(data_CN), strict=True):
-                x, role = parts[i]
-                out[i] = _chunk_weight(0, role) * (value + _prefixes()[x.nbytes]) & MASK
-    for i, (x, role) in enumerate(parts):
-        if x.nbytes > CHUNK or x.device.type != "cpu":
-            out[i] = digest(x, role=role)
-    return out
-
-
-def _on_cpu(data: Tensor, start: int, role: str) -> int:
-    """The same sum by FP32 matmuls, which are exact here; see `_chunk_sums`."""
-    total, first, offset = 0, start // CHUNK, start % CHUNK
-    prefixes = _prefixes()
-    while data.numel():
-        taken = min(data.numel(), GROUP * CHUNK - offset)
-        end = offset + taken
-        width = CHUNK if end > CHUNK else -(-end // UNIT) * UNIT
-        rows = -(-end // width)
-        padded = data[:taken]
-        if offset or end != rows * width:
-            padded = torch.zeros(rows * width, dtype=torch.uint8)
-            padded[offset:end] = data[:taken]
-        for i, value in enumerate(_chunk_sums(padded.view(rows, width))):
-            low, high = (offset if i == 0 else 0), min(CHUNK, end - i * CHUNK)
-            total += _chunk_weight(first + i, role) * (value + prefixes[high] - prefixes[low])
-        data, first, offset = data[taken:], first + rows, 0
-    return total & MASK
-
-
-def _chunk_sums(data_CN: Tensor) -> list[int]:
-    """Sum of weight times byte modulo 2^64 of each row of uint8 [C, N], N a multiple of UNIT up to CHUNK.
-
-    Weights are cut into eight bytes. A partial sum of UNIT = 256 products of two bytes is at most 256 * 255 * 255,
-    below 2^24, so FP32 holds it exactly, in any order of additions.
-    """
-    num_chunks, width = data_CN.shape
-    units = width // UNIT
-    x_UNC = data_CN.to(torch.float32).view(num_chunks, units, UNIT).permute(1, 2, 0)
-    sums_U8C = torch.bmm(_limbs()[:units], x_UNC)
-    return (sums_U8C.to(torch.int64) * _shifts()).sum(dim=(0, 1)).tolist()
+    by_size: dict[int, list[int]] = {}
+    for i, (x, _) in enumerate(parts):
+        if x.device.type == "cpu" and 0 < x.nbytes <= CHUNK:
+            by_size.setdefault(x.nbytes, []).append(i)
+    for num_bytes, group in by_size.items():
+        data_CN = torch.stack([_bytes(parts[i][0]) for i in group])
+        if num_bytes % 8:
+            data_CN = torch.nn.functional.pad(data_CN, (0, -num_bytes % 8))
+        for i, value in zip(group, chunk_sums(data_CN).tolist(), strict=True):
+            out[i] = _chunk_weight(0, parts[i][1]) * value
+    waiting = {
+        i: _device_sums(_bytes(x), 0, role)
+        for i, (x, role) in enumerate(parts)
+        if x.nbytes > CHUNK or (x.nbytes and x.device.type != "cpu")
+    }
+    owners = [i for i, sums in waiting.items() for _ in sums]
+    for i, value in zip(owners, _to_host([x for sums in waiting.values() for x in sums]), strict=True):
+        out[i] += value
+    return [(value + _present(0, x.nbytes, role)) & MASK for value, (x, role) in zip(out, parts, strict=True)]
 
 
 def digest_rows(tensor: Tensor, *, start: int = 0, role: str = "values") -> list[int]:
@@ -123,48 +81,151 @@ def digest_rows(tensor: Tensor, *, start: int = 0, role: str = "values") -> list
     return [digest(row, start=start + i * width, role=role) for i, row in enumerate(rows)]
 
 
+def chunk_sums(data_CN: Tensor) -> Tensor:
+    """Sum of weight times word modulo 2^64 of each row of uint8 [C, N], N a multiple of 8 up to CHUNK: int64 [C].
+
+    With x = low + high 2^32 and weights a, b: low a + high b = x a + (x >> 32) (b - a 2^32), two exact products.
+    """
+    x_CP = data_CN.view(torch.int64)
+    low, high = (weights[: x_CP.shape[1]] for weights in pair_weights(data_CN.device))
+    if data_CN.device.type != "cpu":
+        return (x_CP * low + (x_CP >> 32) * high).sum(-1)
+    out = torch.empty(len(x_CP), dtype=torch.int64)
+    for rows in range(0, len(x_CP), GROUP):
+        part = x_CP[rows : rows + GROUP]
+        out[rows : rows + GROUP] = torch.mv(part, low) + torch.mv(part >> 32, high)
+    return out
+
+
+def weighted_sum(data_CN: Tensor, weight_C: Tensor) -> Tensor:
+    """Sum over chunks of their weight times `chunk_sums`, int64 of shape (): the definition.
+
+    data_CN   uint8 [C, CHUNK], starting at a multiple of 8 bytes
+    weight_C  int64 [C]
+    """
+    return (chunk_sums(data_CN) * weight_C).sum()
+
+
+def _device_sums(data: Tensor, start: int, role: str) -> list[Tensor]:
+    """Numbers (int64 of shape (), on the device) that add up to the words' share."""
+    out: list[Tensor] = []
+    offset = start % CHUNK
+    lead = data[: CHUNK - offset] if offset else data[:0]
+    whole = (data.numel() - lead.numel()) // CHUNK * CHUNK
+    body, tail = data[lead.numel() : lead.numel() + whole], data[lead.numel() + whole :]
+    first = start // CHUNK
+    if lead.numel():
+        out.append(chunk_sums(_padded(lead, offset)[None])[0] * _signed(_chunk_weight(first, role)))
+        first += 1
+    if whole:
+        if body.data_ptr() % 8 or body.storage_offset() % 8:
+            body = body.clone()
+        weight_C = _chunk_weights(first, whole // CHUNK, role, data.device)
+        out.append(_fastest(body.view(-1, CHUNK))(body.view(-1, CHUNK), weight_C))
+        first += whole // CHUNK
+    if tail.numel():
+        out.append(chunk_sums(_padded(tail, 0)[None])[0] * _signed(_chunk_weight(first, role)))
+    return out
+
+
+def _fastest(data_CN: Tensor):
+    """`weighted_sum`, or on an NVIDIA GPU the one kernel with the same bits."""
+    if data_CN.device.type == "cuda" and len(data_CN) >= GROUP:
+        from onegrid.formats.digest_triton import triton_weighted_sum
+
+        return triton_weighted_sum
+    return weighted_sum
+
+
+def _padded(data: Tensor, offset: int) -> Tensor:
+    """`data` behind `offset` zero bytes, filled up with zeros to a multiple of 8."""
+    end = offset + data.numel()
+    out = torch.zeros(-(-end // 8) * 8, dtype=torch.uint8, device=data.device)
+    out[offset:end] = data
+    return out
+
+
+def _to_host(sums: Sequence[Tensor]) -> list[int]:
+    by_device: dict[torch.device, list[int]] = {}
+    for i, x in enumerate(sums):
+        by_device.setdefault(x.device, []).append(i)
+    out = [0] * len(sums)
+    for group in by_device.values():
+        for i, value in zip(group, torch.stack([sums[i] for i in group]).tolist(), strict=True):
+            out[i] = value
+    return out
+
+
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _weighted(data: Tensor, weights: Tensor) -> Tensor:
-    return ((data.to(torch.int64) + 1) * weights).sum()
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
 
 
-def _mix(number: int) -> int:
+def _mix(number: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
-    number = (number + 0x9E3779B97F4A7C15) & MASK
-    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & MASK
-    return number ^ (number >> 31)
+    number = number + np.uint64(0x9E3779B97F4A7C15)
+    number = (number ^ (number >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    number = (number ^ (number >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return number ^ (number >> np.uint64(31))
 
 
-@lru_cache(maxsize=1 << 16)
-def _chunk_weight(chunk: int, role: str) -> int:
-    if role not in ROLES:
-        raise FormatError(f"role {role!r}; allowed are {', '.join(ROLES)}")
-    return _mix(_mix(chunk) ^ ROLES.index(role)) | 1
+@lru_cache(maxsize=1)
+def _words() -> NDArray[np.uint64]:
+    """The weights of a chunk's words."""
+    return _mix(np.arange(CHUNK // 4, dtype=np.uint64)) | np.uint64(1)
 
 
 @lru_cache(maxsize=8)
-def _weights(device: torch.device) -> Tensor:
-    weights = [_mix(i) | 1 for i in range(CHUNK)]
-    return torch.tensor([w - (1 << 64) if w >> 63 else w for w in weights], dtype=torch.int64, device=device)
+def pair_weights(device: torch.device) -> tuple[Tensor, Tensor]:
+    """For the 64-bit word, and for its upper half; see `chunk_sums`."""
+    low, high = _words()[0::2], _words()[1::2]
+    pair = (low.copy(), high - (low << np.uint64(32)))
+    return tuple(torch.from_numpy(x.view(np.int64)).to(device) for x in pair)  # type: ignore[return-value]
+
+
+@lru_cache(maxsize=64)
+def _chunk_table(role: str, count: int) -> NDArray[np.uint64]:
+    """The weights of the first `count` chunks."""
+    if role not in ROLES:
+        raise FormatError(f"role {role!r}; allowed are {', '.join(ROLES)}")
+    return _mix(_mix(np.arange(count, dtype=np.uint64)) ^ np.uint64(ROLES.index(role))) | np.uint64(1)
+
+
+def _chunks(first: int, count: int, role: str) -> NDArray[np.uint64]:
+    size = 64
+    while size < first + count:
+        size *= 2
+    return _chunk_table(role, size)[first : first + count]
+
+
+@lru_cache(maxsize=1 << 12)
+def _chunk_weight(chunk: int, role: str) -> int:
+    return int(_chunks(chunk, 1, role)[0])
+
+
+@lru_cache(maxsize=256)
+def _chunk_weights(first: int, count: int, role: str, device: torch.device) -> Tensor:
+    return torch.from_numpy(_chunks(first, count, role).view(np.int64).copy()).to(device)
 
 
 @lru_cache(maxsize=1)
-def _prefixes() -> list[int]:
-    """Sum of the first n weights of a chunk, n = 0 .. CHUNK; not reduced."""
-    return [0, *accumulate(w & MASK for w in _weights(torch.device("cpu")).tolist())]
+def _prefixes() -> NDArray[np.uint64]:
+    """Sum of the weights of the first n bytes of a chunk, n = 0 .. CHUNK."""
+    return np.concatenate([np.zeros(1, np.uint64), np.cumsum(np.repeat(_words(), 4), dtype=np.uint64)])
 
 
-@lru_cache(maxsize=1)
-def _limbs() -> Tensor:
-    """FP32 [units, 8, UNIT]: the bytes of the weights, lowest first."""
-    table = _weights(torch.device("cpu")).view(torch.uint8)
-    return table.view(-1, UNIT, 8).mT.to(torch.float32).contiguous()
-
-
-@lru_cache(maxsize=1)
-def _shifts() -> Tensor:
-    return torch.tensor([1 << (8 * i) for i in range(8)], dtype=torch.int64)[:, None]
+@lru_cache(maxsize=1 << 12)
+def _present(start: int, num_bytes: int, role: str) -> int:
+    """What the presence of the bytes start .. start + num_bytes - 1 adds."""
+    if not num_bytes:
+        return 0
+    prefixes, end = _prefixes(), start + num_bytes
+    first, last = start // CHUNK, (end - 1) // CHUNK
+    weights = _chunks(first, last - first + 1, role)
+    spans = np.full(len(weights), prefixes[CHUNK])
+    spans[-1] = prefixes[end - last * CHUNK]
+    spans[:1] -= prefixes[start - first * CHUNK :][:1]
+    return int((weights * spans).sum())

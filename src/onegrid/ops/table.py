@@ -40,7 +40,7 @@ class Implementation:
     devices: str
     shapes: str
     where: str
-    """Module and function below `onegrid.ops`."""
+    """Module and function below `onegrid.ops`, or of another part with its name before them."""
 
 
 TABLE = (
@@ -169,6 +169,22 @@ TABLE = (
         devices="CUDA, compute capability 9.0; never chosen so far: slower than decoded weights",
         shapes="up to 64 rows; MXFP8, MXFP4, NVFP4 weights",
         where="packed_triton.packed_matmul",
+    ),
+    Implementation(
+        operation="digest",
+        name="plain",
+        promise="definition",
+        devices="all",
+        shapes="all",
+        where="formats.digest.weighted_sum",
+    ),
+    Implementation(
+        operation="digest",
+        name="triton",
+        promise="bits",
+        devices="CUDA",
+        shapes="64 chunks of 16 KiB and more",
+        where="formats.digest_triton.triton_weighted_sum",
     ),
 )
 
