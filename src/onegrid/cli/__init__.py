@@ -157,11 +157,15 @@ def evaluate(
 @app.command()
 @click.argument("checkpoint", type=click.Path(file_okay=False, path_type=Path))
 @click.argument("target", type=click.Path(path_type=Path))
-def export(checkpoint: Path, target: Path) -> None:
-    """Write CHECKPOINT (a run, or a folder global_step_N of one) as a Hugging Face folder TARGET, in BF16."""
+@click.option("--adapter", is_flag=True, help="Write the adapter alone, as PEFT reads it (runs with learner.lora).")
+def export(checkpoint: Path, target: Path, adapter: bool) -> None:
+    """Write CHECKPOINT (a run, or a folder global_step_N of one) as a Hugging Face folder TARGET, in BF16.
+
+    Adapters are merged.
+    """
     from onegrid.cli.export import run
 
-    run(checkpoint, target)
+    run(checkpoint, target, adapter=adapter)
 
 
 @app.command()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 from onegrid.formats import QUANTIZERS
+from onegrid.learner.config import LoraConfig
+from onegrid.learner.lora import adapter_shapes
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.recipe import Plan
 from onegrid.study.parts import Design
@@ -26,8 +28,7 @@ def memory_estimate(design: Design) -> dict[str, int]:
     sampler = config.sampler
     found = {
         "learner: FP32 masters": 4 * num_weights,
-        "learner: gradients": 4 * num_weights,
-        "learner: AdamW": 8 * num_weights,
+        **_trained_bytes(spec, config.learner.lora, num_weights),
         "learner: codes and scales": published_bytes(spec, design.plan, "weight"),
         "learner: operands of matmuls": operand * num_weights,
         "learner: activations (rough)": 4 * rows * row,
@@ -44,6 +45,22 @@ def memory_estimate(design: Design) -> dict[str, int]:
     if config.loop.reference_every:
         found["reference: masters, codes and operands"] = (6 + operand) * num_weights
     return found | {"total": sum(found.values())}
+
+
+def _trained_bytes(spec: ModelSpec, lora: LoraConfig | None, num_weights: int) -> dict[str, int]:
+    """Gradients and moments of what is trained. Adapters need a copy of the base, here taken as BF16, as published."""
+    if lora is None:
+        return {"learner: gradients": 4 * num_weights, "learner: AdamW": 8 * num_weights}
+    shapes = adapter_shapes(lora, spec)
+    num_trained = sum(math.prod(a) + math.prod(b) for a, b in shapes.values())
+    dense = [math.prod(b[:-1]) * a[-1] for a, b in shapes.values()]
+    saved = (12 * num_weights - 16 * num_trained - 2 * sum(dense) - 4 * max(dense)) / 2**20
+    return {
+        "learner: copy of the base": 2 * sum(dense),
+        "learner: adapters": 4 * num_trained,
+        "learner: gradients of adapters, one dense at a time": 4 * num_trained + 4 * max(dense),
+        f"learner: AdamW of adapters (all that is trained: {saved:.1f} MiB less than all weights)": 8 * num_trained,
+    }
 
 
 def published_bytes(spec: ModelSpec, plan: Plan, role: str) -> int:
