@@ -115,7 +115,7 @@ def test_a_row_sent_to_experts_comes_back_the_same_in_any_company(device):
     def through(part: slice) -> torch.Tensor:
         mask = torch.ones(len(x[part]), dtype=torch.bool, device=device)
         places = dispatch(expert[part], mask, 6)
-        out = grouped_matmul(operand(Scatter.apply(x[part], places), quantizer), stacked, places.groups())
+        out = grouped_matmul(operand(Scatter.apply(x[part], places), quantizer), stacked, places)
         return combine(Gather.apply(out, places), weight[part])
 
     whole = through(slice(None))
@@ -134,10 +134,10 @@ def test_no_token_and_only_padding_rows_are_valid_inputs(device):
     mask = torch.zeros(4, dtype=torch.bool, device=device)
     places = dispatch(torch.zeros(4, 2, dtype=torch.int64, device=device), mask, 3)
     out = Scatter.apply(rows(4, 64, device), places)
-    assert out.shape == (0, 64)
+    assert not out.any() and (device.type == "cuda" or out.shape == (0, 64))
     assert not Gather.apply(out, places).any()
-    assert grouped_matmul(operand(out, None), operand(rows(3 * 32, 64, device).view(3, 32, 64), None), []).shape == (
-        0,
+    assert grouped_matmul(operand(out, None), operand(rows(3 * 32, 64, device).view(3, 32, 64), None), places).shape == (
+        len(out),
         32,
     )
 
@@ -146,7 +146,7 @@ def test_top_k_gives_ties_to_the_lower_index(device):
     x = torch.ones(4, 8, dtype=torch.bfloat16, device=device)
     router = torch.zeros(6, 8, device=device)
     router[4] = 1.0
-    expert, weight = route(x, router, top_k=3, normalize=True)
+    expert, weight, _ = route(x, router, top_k=3, normalize=True)
     assert expert.tolist() == [[4, 0, 1]] * 4
     assert torch.allclose(weight.sum(-1), torch.ones(4, device=device))
 

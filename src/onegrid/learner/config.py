@@ -61,6 +61,8 @@ class LearnerConfig:
     """Rows of one micro-batch at most; a longer sequence goes alone."""
     recompute: bool = False
     """Gradient checkpointing: keep only layer inputs, compute each layer again in the backward pass."""
+    replay_routing: bool = False
+    """Visit the experts that the sampler recorded (sampling.record_routing), not those that the router finds here."""
     lora: LoraConfig | None = None
     """Trains adapters instead of the weights."""
 

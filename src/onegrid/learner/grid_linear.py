@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from onegrid.formats import Quantizer
-from onegrid.ops.grouped import grouped_matmul
+from onegrid.learner.experts import expert_gradients, in_one
+from onegrid.ops.grouped import Dispatch, grouped_matmul
 from onegrid.ops.linear import dot, matmul
 from onegrid.ops.operand import Operand, compute_dtype, dequantized, operand
 
@@ -35,8 +36,8 @@ class Input:
     """BF16 [M, K], detached."""
     rowwise: Operand
     quantizer: Quantizer | None
-    groups: list[tuple[int, slice]] | None = None
-    """(expert, its rows) where the weight is a stack."""
+    places: Dispatch | None = None
+    """Which rows belong to which expert, where the weight is a stack."""
     columns: dict[int | None, Operand] = field(default_factory=dict)
 
     def columnwise(self, expert: int | None, rows: slice) -> Operand:
@@ -73,33 +74,49 @@ class GridLinear(torch.autograd.Function):
         """x BF16 [M, K]; master FP32 [N, K] or a stack [E, N, K]; bias FP32 [N] of BF16 values. Returns BF16 [M, N]."""
         ctx.shared, ctx.site, ctx.has_bias = shared, site, bias is not None
         ctx.save_for_backward(master)
-        if shared.groups is not None:
-            return grouped_matmul(shared.rowwise, site.rowwise, shared.groups)
+        if shared.places is not None:
+            return grouped_matmul(shared.rowwise, site.rowwise, shared.places)
         return matmul(shared.rowwise, site.rowwise, bias_N=bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """dX BF16 [M, K], dW FP32 like the master, db FP32 [N]."""
+        """dX BF16 [M, K], dW FP32 like the master (None where the master is frozen), db FP32 [N]."""
         (master,) = ctx.saved_tensors
         shared, site = ctx.shared, ctx.site
-        if shared.groups is None:
-            dx, dw = _dgrad_wgrad(dy, master, shared, site)
+        trained = ctx.needs_input_grad[1]
+        if shared.places is None:
+            dx, dw = _dgrad_wgrad(dy, master, shared, site, trained=trained)
             db = dy.float().sum(0) if ctx.has_bias else None
             return dx, dw, db, None, None
-        dx, dw = torch.empty_like(shared.x), torch.zeros_like(master)
-        for expert, rows in shared.groups:
-            dx[rows], dw[expert] = _dgrad_wgrad(dy[rows], master[expert], shared, site, expert=expert, rows=rows)
+        if site.backward != "quantized" or in_one(shared, site):
+            return *expert_gradients(dy, master, shared, site, trained=trained), None, None, None
+        dx, dw = torch.empty_like(shared.x), torch.zeros_like(master) if trained else None
+        for expert, rows in shared.places.groups():
+            dx[rows], part = _dgrad_wgrad(
+                dy[rows], master[expert], shared, site, expert=expert, rows=rows, trained=trained
+            )
+            if dw is not None:
+                dw[expert] = part
         return dx, dw, None, None, None
 
 
 def _dgrad_wgrad(
-    dy: Tensor, master: Tensor, shared: Input, site: Site, *, expert: int | None = None, rows: slice = slice(None)
-) -> tuple[Tensor, Tensor]:
-    """dX BF16 [M, K] and dW FP32 [N, K] of one matrix, by the table above."""
+    dy: Tensor,
+    master: Tensor,
+    shared: Input,
+    site: Site,
+    *,
+    trained: bool,
+    expert: int | None = None,
+    rows: slice = slice(None),
+) -> tuple[Tensor, Tensor | None]:
+    """dX BF16 [M, K] and, of a trained weight, dW FP32 [N, K] of one matrix, by the table above."""
     if site.backward == "quantized":
         site.count("quantized")
         weight_KN = operand(master.to(torch.bfloat16), site.weight, axis=-2)
         dx = matmul(operand(dy, site.gradient), weight_KN)
+        if not trained:
+            return dx, None
         columns = shared.columnwise(expert, rows)
         return dx, matmul(operand(dy, site.gradient, axis=-2), columns, out_dtype=torch.float32)
     dtype = compute_dtype(dy.device)
@@ -111,4 +128,4 @@ def _dgrad_wgrad(
         site.count("high_precision")
         w, x = master.to(torch.bfloat16).to(dtype), shared.x[rows].to(dtype)
     dy = dy.to(dtype)
-    return dot(dy, w.mT).to(torch.bfloat16), dot(dy.mT, x.mT)
+    return dot(dy, w.mT).to(torch.bfloat16), dot(dy.mT, x.mT) if trained else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +15,18 @@ from onegrid.errors import CapabilityError, CheckpointError, NonFiniteError, Wei
 from onegrid.formats import QUANTIZERS
 from onegrid.learner.adapter_files import adapters_of
 from onegrid.learner.config import LearnerConfig, learning_rate
+from onegrid.learner.gradients import scale_gradients, squares_by_group
 from onegrid.learner.loss import LossConfig, loss_metrics, policy_loss, token_weights
 from onegrid.learner.packing import attend_packed, micro_batches, pack
+from onegrid.learner.recover import make_room, without_leftovers
+from onegrid.learner.replay import Replay, routing_metrics
 from onegrid.learner.weights import GradWeights
 from onegrid.model.canonical import Canonical
 from onegrid.model.decoder import decode_rows, head_name
 from onegrid.model.kv import kv_grid
 from onegrid.model.live import LiveWeights
 from onegrid.model.publish import publish
+from onegrid.model.receipts import Receipt, canonical_parts, receipts_of
 from onegrid.model.rope import rope_table
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.model.stacks import is_stack, stacks
@@ -75,7 +80,11 @@ class Learner:
         self.live.derive()
         self.grad_weights = GradWeights(self.live, self.masters)
         self.align = _alignment(plan)
+        self.receipts: dict[str, Receipt] = {}
+        """From masters to codes, of the last quantization."""
         self.rope = rope_table(spec, 0, self.device)
+        self.routed: list[Tensor | None] = []
+        """Of each micro-batch of the last call: how many recorded experts were found here, of how many."""
         self.kv_grid = kv_grid(plan.learner_kv)
         decayed = [t for t in self.trained.values() if t.dim() >= 2]
         plain = [t for t in self.trained.values() if t.dim() < 2]
@@ -87,6 +96,7 @@ class Learner:
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
+            fused=self.device.type == "cuda" or None,  # in place: memory cannot run out half way
         )
         self._quantize()
 
@@ -96,11 +106,26 @@ class Learner:
 
     def _quantize(self) -> None:
         """Codes, scales and operands of the current masters, in place: once per version."""
+        self.quantized = False
         if self.adapters:
             self.adapters.merge()
-        for key, value in publish(self._values(), self.keys, self.plan, side="learner").items():
+        codes = publish(self._values(), self.keys, self.plan, side="learner")
+        self.receipts = receipts_of(
+            (key, [(self.masters[key], "values")], canonical_parts(value)) for key, value in codes.items()
+        )
+        for key, value in codes.items():
             self.live.write(key, value)
         self.live.derive()
+        self.quantized = True
+
+    def _all_or_nothing(self) -> AbstractContextManager[None]:
+        """What fails inside leaves no gradient behind."""
+        return without_leftovers(self.optimizer, max_tokens=self.config.max_tokens, recompute=self.config.recompute)
+
+    def _settle(self) -> None:
+        """Quantizes again what a failure (memory that ran out) left half quantized."""
+        if not self.quantized:
+            self._quantize()
 
     def adopt(self, plan: Plan) -> None:
         """Goes over to another plan of the same model, between two steps. Masters, optimizer and version stay."""
@@ -118,6 +143,7 @@ class Learner:
 
         The very codes of the learner's forward, or, in a mixed pairing, those of the sampler's own quantizers.
         """
+        self._settle()
         if not self.plan.mixed:
             return {name: self.live.canonical(name) for name in self.live.names()}
         twin = LiveWeights(self.spec, self.plan, side="sampler", device=self.device)
@@ -135,7 +161,9 @@ class Learner:
 
     def forward(self, sequences: Items[Sequence], temperature: float) -> tuple[list[Tensor], list[Tensor]]:
         """Log-probability and entropy FP32 [R] of every response token, with gradients where they are enabled."""
+        self._settle()
         packed = pack(sequences, align=self.align, device=self.device)
+        replay = Replay(sequences, packed, forced=self.config.replay_routing)
         self._reach(int(packed.rows.positions_N.max()) + 1)
         hidden_ND = decode_rows(
             self.spec,
@@ -143,10 +171,13 @@ class Learner:
             packed.rows,
             attend_packed(packed.segments, self.live.kernels),
             rope=self.rope,
+            routes=replay.found,
+            forced_NLK=replay.forced_NLK,
             kv_grid=self.kv_grid,
             recompute=self.config.recompute,
             kernels=self.live.kernels,
         )
+        self.routed.append(replay.equal())
         kept = _kept(sequences, self.device)
         logp, entropy = token_logp(
             hidden_ND[packed.predict_P],
@@ -167,6 +198,7 @@ class Learner:
     def log_probs(self, batch: Batch) -> list[Tensor]:
         """FP32 [R] per sequence at the batch's temperature, without gradients; as `forward_backward` sees."""
         out: list[Tensor] = [torch.empty(0)] * len(batch.sequences)
+        self.routed.clear()
         for indices in self.plan_micro_batches(batch.sequences):
             logp, _ = self.forward([batch.sequences[i] for i in indices], batch.temperature)
             for index, logp_R in zip(indices, logp, strict=True):
@@ -192,56 +224,48 @@ class Learner:
         weights = token_weights(masks, self.loss.aggregation, self.loss.max_len)
         old = [s.sampler_logp_R for s in batch.sequences] if old_logp is None else list(old_logp)
         logp_out: list[Tensor] = [torch.empty(0)] * len(batch.sequences)
+        self.routed.clear()
         sums, plan = [], self.plan_micro_batches(batch.sequences)
-        for indices in plan:
-            logp, entropy = self.forward([batch.sequences[i] for i in indices], batch.temperature)
-            for index, logp_R in zip(indices, logp, strict=True):
-                logp_out[index] = logp_R.detach()
+        with self._all_or_nothing():
+            for indices in plan:
+                logp, entropy = self.forward([batch.sequences[i] for i in indices], batch.temperature)
+                for index, logp_R in zip(indices, logp, strict=True):
+                    logp_out[index] = logp_R.detach()
 
-            def flat(per_sequence: Items[Tensor] | None, indices: list[int] = indices) -> Tensor | None:
-                if per_sequence is None:
-                    return None
-                return torch.cat([per_sequence[i].to(self.device) for i in indices])
+                def flat(per_sequence: Items[Tensor] | None, indices: list[int] = indices) -> Tensor | None:
+                    if per_sequence is None:
+                        return None
+                    return torch.cat([per_sequence[i].to(self.device) for i in indices])
 
-            loss, part = policy_loss(
-                torch.cat(logp),
-                _given(flat(old)),
-                advantage_N=_given(flat([s.advantage_R for s in batch.sequences])),
-                weight_N=_given(flat(weights)),
-                mask_N=_given(flat(masks)),
-                config=self.loss,
-                reference_logp_N=flat(reference_logp),
-                correction_N=flat(correction),
-                entropy_N=torch.cat(entropy),
-                lengths=[len(logp_R) for logp_R in logp],
-            )
-            sums.append(part)
-            loss.backward()
+                loss, part = policy_loss(
+                    torch.cat(logp),
+                    _given(flat(old)),
+                    advantage_N=_given(flat([s.advantage_R for s in batch.sequences])),
+                    weight_N=_given(flat(weights)),
+                    mask_N=_given(flat(masks)),
+                    config=self.loss,
+                    reference_logp_N=flat(reference_logp),
+                    correction_N=flat(correction),
+                    entropy_N=torch.cat(entropy),
+                    lengths=[len(logp_R) for logp_R in logp],
+                )
+                sums.append(part)
+                loss.backward()
         self._refuse_ignored_modes()
-        return StepReport(logp=logp_out, metrics=loss_metrics(sums), num_micro_batches=len(plan))
+        metrics = loss_metrics(sums) | routing_metrics(self.routed)
+        return StepReport(logp=logp_out, metrics=metrics, num_micro_batches=len(plan))
 
     def step(self) -> dict[str, float]:
         """Clips, updates the masters (or the adapters), clears the gradients and makes the next version.
 
         Raises NonFiniteError naming the first tensor with a NaN or Inf gradient; nothing is changed then.
         """
-        norms: dict[str, float] = {}
-        for key, tensor in self.trained.items():
-            if tensor.grad is None:
-                continue
-            square = tensor.grad.double().square().sum()
-            if not bool(torch.isfinite(square)):
-                bad = int((~torch.isfinite(tensor.grad)).sum())
-                self.optimizer.zero_grad(set_to_none=True)
-                raise NonFiniteError(f"gradient of {key}: {bad} of {tensor.numel()} values are NaN or Inf")
-            group = _group(key)
-            norms[group] = norms.get(group, 0.0) + float(square)
-        total = sum(norms.values()) ** 0.5
-        limit = self.config.max_grad_norm
-        if limit and total > limit:
-            for tensor in self.trained.values():
-                if tensor.grad is not None:
-                    tensor.grad.mul_(limit / total)
+        with self._all_or_nothing():
+            squares = squares_by_group(self.trained)
+            total, limit = sum(squares.values()) ** 0.5, self.config.max_grad_norm
+            if limit and total > limit:
+                scale_gradients(self.trained, limit / total)
+            make_room(self.optimizer)  # nothing is allocated while numbers change
         lr = learning_rate(self.config, self.num_updates)
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = lr
@@ -250,7 +274,7 @@ class Learner:
         self.num_updates += 1
         self.version += 1
         self._quantize()
-        groups = {f"train/grad_norm/{group}": square**0.5 for group, square in norms.items()}
+        groups = {f"train/grad_norm/{group}": square**0.5 for group, square in squares.items()}
         bound = {"sync/adapter_modules": float(self.adapters.num_modules())} if self.adapters else {}
         return {"train/grad_norm": total, "train/lr": lr, **groups, **bound}
 
@@ -366,9 +390,3 @@ def _kept(sequences: Items[Sequence], device: torch.device) -> list[Tensor] | No
 def _given(x: Tensor | None) -> Tensor:
     assert x is not None
     return x
-
-
-def _group(key: str) -> str:
-    """ "model.layers.3.mlp..." -> "layers.3"; the rest by what it is."""
-    pieces = key.split(".")
-    return ".".join(pieces[1:3]) if pieces[1] == "layers" else pieces[-2]

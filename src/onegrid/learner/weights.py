@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from onegrid.errors import CapabilityError
-from onegrid.formats import QUANTIZERS
+from onegrid.formats import QUANTIZERS, Quantizer
 from onegrid.learner.grid_linear import GridLinear, Input, Site
-from onegrid.model.live import LiveWeights, send
+from onegrid.model.live import LiveWeights, send, spans_rows
+from onegrid.model.stacks import is_stack
 from onegrid.ops.grouped import Dispatch, Scatter
 from onegrid.ops.operand import operand
+from onegrid.ops.pins import TILE
 
 BACKWARD_MODES = ("quantized", "high_precision", "dequantized")
 
@@ -37,6 +39,8 @@ class GradWeights:
     def __init__(self, live: LiveWeights, masters: dict[str, Tensor]) -> None:
         self.live, self.masters = live, masters
         self.sites = {key: self._site(key) for key, master in masters.items() if master.dim() >= 2}
+        stacked = [(live.activation[key], site) for key, site in self.sites.items() if is_stack(key)]
+        self.tile = max([TILE, *(_block_of_tokens(activation, site) for activation, site in stacked)])
 
     def _site(self, key: str) -> Site:
         planned = self.live.plan[self.live.keys[key][0]]
@@ -57,12 +61,21 @@ class GradWeights:
     ) -> list[Tensor]:
         """See `model.decoder.Weights`. The activations are quantized once for all keys, before they go to experts."""
         quantizer = self.live.activation[keys[0]]
+        if sent and dispatch is not None and spans_rows(quantizer):
+            x = dispatch.cleared(x)
         rowwise = operand(x.detach(), quantizer)
         if dispatch is not None and not sent:
             x, rowwise = Scatter.apply(x, dispatch), send(rowwise, dispatch)
-        shared = Input(x.detach(), rowwise, quantizer, None if dispatch is None else dispatch.groups())
+        shared = Input(x.detach(), rowwise, quantizer, dispatch)
         return [GridLinear.apply(x, self.masters[key], self._bias(key), shared, self.sites[key]) for key in keys]
 
     def _bias(self, key: str) -> Tensor | None:
         name = key.removesuffix("weight") + "bias"
         return self.tensor(name) if name in self.masters else None
+
+
+def _block_of_tokens(activation: Quantizer | None, site: Site) -> int:
+    """Tokens that share a scale in the column-wise operands of a quantized backward."""
+    if site.backward != "quantized":
+        return 1
+    return max(1 if q is None else q.block[1] or 1 for q in (activation, site.gradient))

@@ -24,6 +24,9 @@ from onegrid.ops.table import PLAIN, Kernels
 class Weights(Protocol):
     """What the decoder asks of the weights of either side."""
 
+    tile: int
+    """The rows of an expert start at multiples of it."""
+
     def tensor(self, name: str) -> Tensor:
         """An unquantized tensor by canonical name, BF16 values in BF16 or FP32."""
         ...
@@ -63,6 +66,7 @@ def decode_rows(
     *,
     rope: tuple[Tensor, Tensor],
     routes: list[Tensor] | None = None,
+    forced_NLK: Tensor | None = None,
     kv_grid: Callable[[Tensor], Tensor] | None = None,
     recompute: bool = False,
     kernels: Kernels = PLAIN,
@@ -70,7 +74,8 @@ def decode_rows(
     """Hidden states after the final norm, BF16 [N, D].
 
     rope       tables of `rope_table`, long enough for every position
-    routes     gets one int16 [N, top_k] tensor a mixture-of-experts layer, appended in layer order
+    routes     gets one int16 [N, top_k] tensor a mixture-of-experts layer, appended in layer order: what routers chose
+    forced_NLK recorded experts of every such layer to visit instead, -1 where the router decides
     kv_grid    rounds keys and values to the grid of a quantized cache, on both sides alike
     recompute  drops each layer's activations and computes them again in the backward pass
     kernels    implementations of what lies between the matmuls; the other side must have the same
@@ -79,6 +84,8 @@ def decode_rows(
     num_rows = rows.tokens_N.shape[0]
     padding = max(TILE, round_up(num_rows, TILE)) - num_rows
     tokens, positions = (_padded(t, padding) for t in (rows.tokens_N, rows.positions_N))
+    moe_layers = sorted(spec.moe_layers)
+    forced = None if forced_NLK is None else _padded(forced_NLK, padding)
     mask = rows.mask_N
     if padding or mask is not None:
         mask = _padded(torch.ones_like(rows.tokens_N, dtype=torch.bool) if mask is None else mask, padding)
@@ -105,7 +112,8 @@ def decode_rows(
         norm = weights.tensor(f"{at}.post_attention_layernorm.weight")
         x_ND, h = kernels.residual_norm(x_ND, y_ND, norm, spec.rms_eps)
         if layer in spec.moe_layers:
-            return x_ND, moe_block(spec, weights, f"{at}.mlp", h, mask, routes, kernels)
+            forced_NK = None if forced is None else forced[:, moe_layers.index(layer)]
+            return x_ND, moe_block(spec, weights, f"{at}.mlp", h, mask, routes, kernels, forced_NK)
         return x_ND, mlp(weights, f"{at}.mlp", h, kernels)
 
     y: Tensor | None = None

@@ -1,7 +1,7 @@
 """Weights of one version as a side holds them: canonical codes and scales, and what matmuls read, derived from them.
 
 Storage is allocated once and written in place, so that addresses survive every update. The derived operands are never
-written by anything but `derive`, and `verify` proves, byte for byte, that they still follow from the canonical bytes.
+written by anything but `derive`, and `verify` proves that they still follow from the canonical bytes.
 """
 
 from __future__ import annotations
@@ -13,15 +13,20 @@ import torch
 from torch import Tensor
 
 from onegrid.errors import CapabilityError, SyncError, WeightsError
-from onegrid.formats import QUANTIZERS, QuantTensor, quantize
+from onegrid.formats import QUANTIZERS, Quantizer, QuantTensor, quantize
 from onegrid.model.canonical import Canonical, parts_of
+from onegrid.model.receipts import Receipt, canonical_parts, doubtful, operand_parts, receipts_of
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.model.stacks import is_stack, stack_key, stacks
 from onegrid.ops.grouped import Dispatch, grouped_matmul, take
 from onegrid.ops.linear import matmul
 from onegrid.ops.operand import Operand, operand, operand_of
+from onegrid.ops.pins import TILE
 from onegrid.ops.table import kernels_for
 from onegrid.recipe import Plan
+
+RECEIPT_BYTES = 1 << 26
+"""Operands that are kept while their digests are taken together."""
 
 
 class LiveWeights:
@@ -31,6 +36,8 @@ class LiveWeights:
     kernels  see `ops.table.kernels_for`; the other side must have the same
     Starts as zeros; nothing may be computed before the first `derive`.
     """
+
+    tile = TILE
 
     def __init__(
         self, spec: ModelSpec, plan: Plan, *, side: str, device: torch.device | str = "cpu", kernels: str = "auto"
@@ -44,6 +51,8 @@ class LiveWeights:
         self.held: dict[str, Canonical] = {}
         self.operands: dict[str, Operand] = {}
         self.joined: dict[tuple[str, ...], Operand] = {}
+        self.receipts: dict[str, Receipt] = {}
+        """Of the last derivation of every operand."""
         self.activation = {key: self._quantizer(key, "activation") for key in self.keys}
         shapes = tensor_shapes(spec)
         for key, names in self.keys.items():
@@ -115,18 +124,28 @@ class LiveWeights:
 
     def derive(self, keys: Iterable[str] | None = None) -> None:
         """Computes the operands of `keys` (None for all) from the canonical storage, into the same addresses."""
+        made: list[tuple[str, Operand]] = []
         for key in self.keys if keys is None else keys:
             new = self._derived(key)
             if new is None:
                 continue
+            made.append((key, new))
+            if sum(o.values.nbytes for _, o in made) > RECEIPT_BYTES:
+                self._sign(made)
+                made.clear()
             old = self.operands.get(key)
             if old is None:
                 self.operands[key] = _owned(new)
             else:
                 for have, want in zip(_tensors(old), _tensors(new), strict=True):
                     have.copy_(want)
+        self._sign(made)
         if self.device.type == "cuda" and not self.joined:
             self._join()
+
+    def _sign(self, made: Iterable[tuple[str, Operand]]) -> None:
+        """Receipts for operands that were just computed."""
+        self.receipts |= receipts_of((key, canonical_parts(self.held[key]), operand_parts(new)) for key, new in made)
 
     def _join(self) -> None:
         """Lays operands that read the same activations one after another, so that one matmul reads them all.
@@ -156,8 +175,18 @@ class LiveWeights:
             return operand_of(held)
         return operand(held, None) if held.dim() >= 2 else None
 
-    def verify(self, keys: Iterable[str] | None = None) -> None:
-        """Raises SyncError (C3) naming all tensors whose operand differs in any byte from its re-derivation."""
+    def verify(self) -> None:
+        """Raises SyncError (C3) naming all tensors whose operand differs in any byte from its re-derivation.
+
+        One pass over all storage: what holds the bytes of its receipt is not derived again.
+        """
+        stored = ((k, canonical_parts(self.held[k]), operand_parts(o)) for k, o in self.operands.items())
+        in_doubt = doubtful(self.receipts, stored)
+        if in_doubt:
+            self.rederive(in_doubt)
+
+    def rederive(self, keys: Iterable[str] | None = None) -> None:
+        """As `verify`, for `keys` (None for all), by deriving every operand again."""
         wrong: list[str] = []
         for key in self.keys if keys is None else keys:
             new = self._derived(key)
@@ -195,9 +224,11 @@ class LiveWeights:
         self, keys: tuple[str, ...], x: Tensor, dispatch: Dispatch | None = None, *, sent: bool = False
     ) -> list[Tensor]:
         """See `model.decoder.Weights`."""
+        if sent and dispatch is not None and spans_rows(self.activation[keys[0]]):
+            x = dispatch.cleared(x)
         a = self.input_operand(keys[0], x, None if sent else dispatch)
         if dispatch is not None:
-            return [grouped_matmul(a, self.operands[key], dispatch.groups()) for key in keys]
+            return [grouped_matmul(a, self.operands[key], dispatch) for key in keys]
         if keys in self.joined:
             out = matmul(a, self.joined[keys], bias_N=self._joined_bias(keys))
             return list(out.split([len(self.operands[key].values) for key in keys], dim=-1))
@@ -218,6 +249,11 @@ class LiveWeights:
         """Bytes of canonical storage and of derived operands."""
         held = sum(t.nbytes for held in self.held.values() for t in parts_of(held).values())
         return {"canonical": held, "derived": sum(t.nbytes for o in self.operands.values() for t in _tensors(o))}
+
+
+def spans_rows(quantizer: Quantizer | None) -> bool:
+    """Whether one number of a quantizer looks at all rows, so that rows nobody owns must be zero."""
+    return quantizer is not None and quantizer.span == "tensor"
 
 
 def send(a: Operand, dispatch: Dispatch) -> Operand:

@@ -10,8 +10,7 @@ from torch import Tensor
 from onegrid.model.spec import ModelSpec
 from onegrid.ops.activation import sigmoid
 from onegrid.ops.grouped import Gather, combine, dispatch
-from onegrid.ops.pins import pad_rows
-from onegrid.ops.routing import route
+from onegrid.ops.routing import NarrowLinear, route
 from onegrid.ops.table import PLAIN, Kernels
 
 if TYPE_CHECKING:
@@ -26,20 +25,26 @@ def moe_block(
     mask_N: Tensor | None,
     routes: list[Tensor] | None,
     kernels: Kernels = PLAIN,
+    forced_NK: Tensor | None = None,
 ) -> Tensor:
     """Routed experts plus, where the family has one, a gated shared expert; FP32 sum, one rounding to BF16.
 
     h_ND    BF16, a multiple of TILE rows; masked rows (mask_N False; None: no row) are zero and visit no expert
-    routes  gets the chosen experts, int16 [N, top_k]
+    routes  gets the experts that the router chooses here, int16 [N, top_k]
+    forced_NK  experts to visit instead, -1 where the router decides
     """
-    expert_NK, weight_NK = route(
-        h_ND, weights.tensor(f"{at}.gate.weight"), top_k=spec.top_k, normalize=spec.norm_topk_prob
+    expert_NK, weight_NK, found_NK = route(
+        h_ND,
+        weights.tensor(f"{at}.gate.weight"),
+        top_k=spec.top_k,
+        normalize=spec.norm_topk_prob,
+        forced_NK=forced_NK,
     )
     if routes is not None:
-        routes.append(expert_NK.to(torch.int16))
+        routes.append(found_NK.to(torch.int16))
     if mask_N is None:
         mask_N = torch.ones(len(h_ND), dtype=torch.bool, device=h_ND.device)
-    places = dispatch(expert_NK, mask_N, spec.num_experts)
+    places = dispatch(expert_NK, mask_N, spec.num_experts, tile=weights.tile)
     experts = f"{at}.experts"
     gate, up = weights.linear((f"{experts}.gate_proj.weight", f"{experts}.up_proj.weight"), h_ND, places)
     out = weights.linear((f"{experts}.down_proj.weight",), kernels.swiglu(gate, up), places, sent=True)[0]
@@ -57,5 +62,5 @@ def mlp(weights: Weights, at: str, h_ND: Tensor, kernels: Kernels = PLAIN) -> Te
 
 def shared_expert(weights: Weights, at: str, h_ND: Tensor, kernels: Kernels = PLAIN) -> Tensor:
     """sigmoid(gate h) times the shared MLP's output, FP32 [N, D]. Qwen2-MoE."""
-    logit = pad_rows(h_ND.float()) @ weights.tensor(f"{at}.shared_expert_gate.weight").float().mT
-    return sigmoid(logit[: len(h_ND)]) * mlp(weights, f"{at}.shared_expert", h_ND, kernels).float()
+    logit = NarrowLinear.apply(h_ND, weights.tensor(f"{at}.shared_expert_gate.weight"))
+    return sigmoid(logit) * mlp(weights, f"{at}.shared_expert", h_ND, kernels).float()

@@ -1,8 +1,10 @@
 """Moving tokens to experts and back: rows sorted by expert, one matmul an expert, gathers both ways.
 
-Every expert's rows start at a multiple of TILE and are filled up with zeros, so that nothing is computed for an expert
-that has few, and an expert's result for a token does not depend on who shares the expert. Both backward passes are
-gathers in slot order: no atomics, no order left open.
+Every expert's rows start at a multiple of a tile and are filled up with zeros, so that an expert's result for a token
+does not depend on who shares the expert. A CPU gives experts as many places as they need. On a GPU the number of
+places is the most that so many tokens can need, and where experts end is known on the device alone: nothing waits for
+the host, so a step can be captured. Places behind the last expert belong to nobody: they are read as zeros, what
+matmuls leave there is undefined, and nothing brings it back. All backward passes are gathers or sums in a fixed order.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegrid.ops.linear import matmul
+from onegrid.ops.linear import dot, matmul
 from onegrid.ops.operand import Operand
 from onegrid.ops.pins import TILE, round_up
 
@@ -25,50 +27,94 @@ class Dispatch:
     place_NK   int64 [N, k]: place of the pair, or P for a dropped padding row
     source     int64 [P]: token of a place, or N where the place is empty
     pair       int64 [P]: token * k + slot of a place, or N * k where empty
-    bounds     expert e has places bounds[e] .. bounds[e + 1] - 1
+    end_E      int32 [E]: where the places of each expert end; None where there are no experts
     """
 
     place_NK: Tensor
     source: Tensor
     pair: Tensor
-    bounds: tuple[int, ...] = ()
+    end_E: Tensor | None = None
 
     def groups(self) -> list[tuple[int, slice]]:
-        """(expert, its places), of the experts that have any."""
-        pairs = enumerate(zip(self.bounds, self.bounds[1:], strict=False))
+        """(expert, its places), of the experts that have any. Waits for the device."""
+        assert self.end_E is not None
+        ends = self.end_E.tolist()
+        pairs = enumerate(zip([0, *ends[:-1]], ends, strict=True))
         return [(expert, slice(start, end)) for expert, (start, end) in pairs if end > start]
 
+    def cleared(self, x_PD: Tensor) -> Tensor:
+        """`x_PD` with zeros where no token is: needed before anything that looks at all places at once."""
+        return x_PD.masked_fill((self.pair == self.place_NK.numel())[:, None], 0.0)
 
-def dispatch(expert_NK: Tensor, mask_N: Tensor, num_experts: int) -> Dispatch:
+
+def dispatch(expert_NK: Tensor, mask_N: Tensor, num_experts: int, *, tile: int = TILE) -> Dispatch:
     """Places of all (token, slot) pairs, experts ascending, tokens ascending inside an expert. Masked rows go nowhere.
 
     expert_NK  int64 ids in 0 .. num_experts - 1; mask_N bool, False for padding rows. Zero tokens are valid.
+    tile       experts start at multiples of it
     """
     num_tokens, top_k = expert_NK.shape
-    device = expert_NK.device
+    device, num_pairs = expert_NK.device, expert_NK.numel()
     expert = torch.where(mask_N[:, None], expert_NK, num_experts).flatten()
-    order = torch.sort(expert, stable=True).indices
-    count = torch.bincount(expert, minlength=num_experts + 1)
-    bounds = [0]
-    for rows in count[:num_experts].tolist():
-        bounds.append(bounds[-1] + round_up(rows, TILE))
-    num_places = bounds[-1]
-    first = torch.cumsum(count, 0) - count
-    begin = torch.tensor(bounds, device=device)
+    ascending, order = torch.sort(expert, stable=True)
+    first = torch.searchsorted(ascending, torch.arange(num_experts + 1, device=device))
+    count = first.diff()
+    end_E = torch.cumsum((count + tile - 1) // tile * tile, 0)
+    if device.type == "cpu":
+        num_places = int(end_E[-1])
+    else:
+        num_places = round_up(num_pairs + min(num_experts, num_pairs) * (tile - 1), tile)
+    shift = torch.nn.functional.pad(end_E[:-1], (1, 1)) - first  # of the dropped ones: replaced below
     place = torch.empty_like(expert)
-    place[order] = torch.arange(expert.numel(), device=device) + (begin - first)[expert[order]]
+    place[order] = torch.arange(num_pairs, device=device) + shift[ascending]
     place = torch.where(expert < num_experts, place, num_places)
-    pair = torch.full((num_places + 1,), expert.numel(), dtype=torch.int64, device=device)
-    pair[place] = torch.arange(expert.numel(), device=device)
+    pair = torch.full((num_places + 1,), num_pairs, dtype=torch.int64, device=device)
+    pair[place] = torch.arange(num_pairs, device=device)
     pair = pair[:num_places]
-    return Dispatch(place.view(num_tokens, top_k), pair // top_k, pair, tuple(bounds))
+    return Dispatch(place.view(num_tokens, top_k), pair // top_k, pair, end_E.to(torch.int32))
 
 
-def grouped_matmul(a: Operand, b: Operand, groups: list[tuple[int, slice]]) -> Tensor:
-    """Every expert's places of `a` [P, K] times its matrix of `b` [E, N, K]: BF16 [P, N]. No place gives [0, N]."""
-    if not groups:
-        return a.values.new_zeros(0, b.values.shape[-2], dtype=torch.bfloat16)
-    return torch.cat([matmul(a.part(rows), b.part(expert)) for expert, rows in groups])
+def grouped_matmul(a: Operand, b: Operand, places: Dispatch) -> Tensor:
+    """Every expert's places of `a` [P, K] times its matrix of `b` [E, N, K]: BF16 [P, N]. No place gives [0, N].
+
+    The definition is `by_expert`; on NVIDIA GPUs the kernels of `grouped_cuda`, which know the experts' ends on the
+    device only.
+    """
+    if a.values.is_cuda and len(a.values):
+        from onegrid.ops import grouped_cuda
+
+        return grouped_cuda.grouped_matmul(a, b, places)
+    return by_expert(a, b, places)
+
+
+def by_expert(a: Operand, b: Operand, places: Dispatch) -> Tensor:
+    """The definition of `grouped_matmul`: one matmul an expert."""
+    out = a.values.new_zeros(len(a.values), b.values.shape[-2], dtype=torch.bfloat16)
+    for expert, rows in places.groups():
+        out[rows] = matmul(a.part(rows), b.part(expert))
+    return out
+
+
+def grouped_wgrad(dy_PN: Tensor, x_PK: Tensor, places: Dispatch) -> Tensor:
+    """Sum over every expert's places of dy times x: FP32 [E, N, K], zeros for experts without any.
+
+    dy_PN, x_PK  exact values in the compute dtype, of any strides
+    """
+    if dy_PN.is_cuda and len(dy_PN):
+        from onegrid.ops import grouped_cuda
+
+        return grouped_cuda.grouped_wgrad(dy_PN, x_PK, places)
+    return wgrad_by_expert(dy_PN, x_PK, places)
+
+
+def wgrad_by_expert(dy_PN: Tensor, x_PK: Tensor, places: Dispatch) -> Tensor:
+    """The definition of `grouped_wgrad`: one matmul an expert."""
+    assert places.end_E is not None
+    shape = (len(places.end_E), dy_PN.shape[1], x_PK.shape[1])
+    out = torch.zeros(shape, dtype=torch.float32, device=dy_PN.device)
+    for expert, rows in places.groups():
+        out[expert] = dot(dy_PN[rows].mT, x_PK[rows].mT)
+    return out
 
 
 class Scatter(torch.autograd.Function):

@@ -1,0 +1,39 @@
+"""What a learner owes after a failure in the middle of a step: nothing half-done, and a hint where memory ran out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def without_leftovers(optimizer: torch.optim.Optimizer, *, max_tokens: int, recompute: bool) -> Iterator[None]:
+    """Drops gradients when what is inside fails, so that the next step begins from none. The error goes on.
+
+    A torch.OutOfMemoryError carries a note with the settings that would lower the need.
+    """
+    try:
+        yield
+    except BaseException as error:
+        optimizer.zero_grad(set_to_none=True)
+        if isinstance(error, torch.OutOfMemoryError):
+            less = "" if recompute else " or set learner.recompute = true"
+            error.add_note(
+                f"the learner ran out of memory and dropped the step; lower learner.max_tokens (now {max_tokens}){less}"
+            )
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        raise
+
+
+def make_room(optimizer: torch.optim.AdamW) -> None:
+    """Allocates the moments that an update will need, before any number changes: each parameter's at once or not."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None or optimizer.state[parameter]:
+                continue
+            step = torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu")
+            moments = [torch.zeros_like(parameter, memory_format=torch.preserve_format) for _ in range(2)]
+            optimizer.state[parameter] = {"step": step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
