@@ -43,6 +43,7 @@ ORDER = [
 EVERYWHERE = {"errors", "types"}
 MAY_IMPORT = {part: set(ORDER[:i]) for i, part in enumerate(ORDER)}
 MAY_IMPORT["sampler"] -= {"learner"}
+MAY_IMPORT["sampler"] |= {"convert"}  # engines take weights in the layouts of checkpoints
 for _part in ("guard", "rl", "config", "study", "report", "cli"):
     MAY_IMPORT[_part] |= {"mismatch"}
 MAY_IMPORT["study"] |= {"cost", "convert", "cluster"}

@@ -1,0 +1,271 @@
+"""vLLM as a sampler: the whole protocol on a live engine, in this process or in one of its own.
+
+Weights come as canonical bytes, are staged and proved as those of the embedded engine are (`sampler/intake.py`), and go
+into the engine through its own reload functions, in place. What serves is then proved from the modules: see
+`onegrid.sampler.vllm.verify`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onegrid.errors import CapabilityError, NonFiniteError, SyncError
+from onegrid.model.canonical import Snapshot, parts_of
+from onegrid.model.spec import ModelSpec
+from onegrid.model.stacks import is_stack
+from onegrid.recipe import Plan
+from onegrid.sampler.base import Capabilities, Live
+from onegrid.sampler.draw import stream, truncates
+from onegrid.sampler.intake import Intake
+from onegrid.sampler.stops import DecodeText, text_of
+from onegrid.sampler.vllm.config import VllmConfig
+from onegrid.sampler.vllm.launch import Launched, launch
+from onegrid.sampler.vllm.store import SharedStore
+from onegrid.sampler.vllm.versions import check
+from onegrid.types import Bucket, Manifest, Request, Rollout, Sampling
+
+
+class VllmSampler:
+    """Follows `base.Sampler`.
+
+    hf_config    the model's config.json as a dict; its quantization_config, if any, is replaced by the plan's
+    max_len      positions of a sequence, prompt and response together
+    max_slots    completions that run at once
+    decode_text  token ids to text, for Rollout.text
+    loaded       weights that the engine reads from `checkpoint` by itself; proved before the first token. None starts
+                 with random ones and waits for a first commit
+    checkpoint   folder that the engine loads, configuration and weights; None: made from `hf_config` and plan
+    Raises CapabilityError where vLLM is missing or unknown, or cannot run the plan on this road; the message of vLLM
+    is in it.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        hf_config: Mapping[str, Any],
+        plan: Plan,
+        config: VllmConfig,
+        *,
+        max_len: int,
+        max_slots: int,
+        decode_text: DecodeText | None = None,
+        checkpoint: Path | None = None,
+        loaded: Snapshot | None = None,
+    ) -> None:
+        self.spec, self.plan, self.config = spec, plan, config
+        self.max_len, self.decode_text = max_len, decode_text
+        self.engine_version = check(allow_unknown=config.allow_unknown_version)
+        self.store = SharedStore(spec, plan)
+        self.engine: Launched = launch(
+            spec,
+            hf_config,
+            plan,
+            config,
+            folder=self.store.folder,
+            checkpoint=checkpoint,
+            max_len=max_len,
+            max_slots=max_slots,
+        )
+        self.store.ask = self.engine.ask
+        self.asleep = False
+        self._canary: int | None = None
+        if loaded is not None:
+            for name, tensor in loaded.tensors.items():
+                for part, live in self.store.parts(name).items():
+                    live.copy_(parts_of(tensor)[part])
+            self.engine.ask("onegrid_remember")
+            self.store.verify()
+        self.intake = Intake(self.store, plan_digest=plan.digest, version=None if loaded is None else loaded.version)
+
+    @property
+    def version(self) -> int | None:
+        """Version that serves."""
+        return self.intake.version
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Kept sets, routing and stop strings are refused; graphs exist where the engine captures some."""
+        return Capabilities(
+            bits=False,
+            kept_set=False,
+            routing=False,
+            stop_strings=False,
+            captured=self.engine.captures,
+            formats=None,
+        )
+
+    def generate(self, requests: Sequence[Request]) -> list[Rollout]:
+        """One rollout per request, in their order. All tokens are of the version that serves: nothing overlaps a sync.
+
+        CapabilityError for what cannot be done, before anything runs; NonFiniteError naming a request whose
+        log-probabilities are not finite; SyncError where no proved version is there.
+        """
+        for request in requests:
+            self._check(request)
+        version = self._serving()
+        self.intake.settle()
+        outputs = self.engine.complete(
+            [list(request.prompt_tokens) for request in requests], [self._parameters(request) for request in requests]
+        )
+        return [self._rollout(*pair, version) for pair in zip(requests, outputs, strict=True)]
+
+    def probe(self, prompts: Sequence[Sequence[int]], captured: bool = False) -> list[Tensor]:
+        """FP32 [V] log-probabilities, at temperature 1, of the token after each prompt. Does not count as serving."""
+        self._serving()
+        if captured and not self.engine.captures:
+            raise CapabilityError("this engine captures no graphs; probe with captured=False")
+        wanted = {"temperature": 1.0, "max_tokens": 1, "logprobs": -1, "seed": 0, "ignore_eos": True}
+        with self.engine.without_graphs() if self.engine.captures and not captured else contextlib.nullcontext():
+            outputs = self.engine.complete([list(p) for p in prompts], [dict(wanted) for _ in prompts])
+        answers = []
+        for output in outputs:
+            told = output.outputs[0].logprobs[0]
+            logp_V = torch.full((self.spec.vocab_size,), -torch.inf)
+            ids = torch.tensor(list(told))
+            logp_V[ids[ids < self.spec.vocab_size]] = torch.tensor(
+                [entry.logprob for token, entry in told.items() if token < self.spec.vocab_size]
+            )
+            answers.append(logp_V)
+        return answers
+
+    def describe(self) -> dict[str, Live]:
+        """Every canonical tensor, from the engine's modules, kernels and storage."""
+        answer = self.engine.ask("onegrid_describe")
+        return {name: Live(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in answer.items()}
+
+    def multiply(self, key: str, x: Tensor) -> Tensor:
+        """What the live kernel of one linear makes of `x` [M, K], in `x`'s dtype.
+
+        CapabilityError for stacked experts: vLLM runs gate, up and down of an expert in one kernel.
+        """
+        if is_stack(key):
+            raise CapabilityError(f"{key}: experts are one kernel in vLLM, and their products cannot be asked for")
+        return self.engine.multiply(key, x)
+
+    def cached_versions(self) -> set[int]:
+        """Versions of the weights that made what the engine's prefix cache holds, found by asking for a known prompt.
+
+        The first time after a commit, a prompt that the version before has computed must not be found in the cache.
+        """
+        version = self._serving()
+        if self._canary == version:
+            return {version}
+        before, self._canary = self._canary, version
+        if not self.engine.canary():
+            return {version}
+        return {version, -1 if before is None else before}
+
+    def stored(self, name: str) -> dict[str, Tensor]:
+        """See `Intake.stored`."""
+        return self.intake.stored(name)
+
+    def begin(self, manifest: Manifest) -> None:
+        """See `Intake.begin`."""
+        self.intake.begin(manifest)
+
+    def receive(self, bucket: Bucket) -> None:
+        """See `Intake.receive`."""
+        self.intake.receive(bucket)
+
+    def commit(self, version: int) -> float | None:
+        """See `Intake.commit`. Prefixes of the version before are dropped."""
+        if self.asleep:
+            raise CapabilityError("the sampler sleeps; wake it before a synchronization")
+        try:
+            return self.intake.commit(version)
+        finally:
+            self.engine.reset_prefix_cache()
+
+    def abort(self) -> None:
+        """See `Intake.abort`."""
+        if self.intake.abort():
+            self.engine.reset_prefix_cache()
+
+    def digest(self, names: Iterable[str]) -> dict[str, int]:
+        """Digests of the canonical bytes, after proof that what every kernel reads follows from them (C3, C4)."""
+        return self.intake.digest(names)
+
+    def sleep(self) -> None:
+        """Gives memory back as far as the engine can (sleep_level). Nothing is generated until `wake`."""
+        self.engine.reset_prefix_cache()
+        self.engine.sleep()
+        self.asleep = True
+
+    def wake(self) -> None:
+        """Serves again, after weights are back and proved to be those of `version`."""
+        if self.engine.wake():
+            self.store.derive()
+        self.intake.verify()
+        self.asleep = False
+
+    def close(self) -> None:
+        """Ends the engine and gives everything back."""
+        self.engine.close()
+        self.store.close()
+
+    def _serving(self) -> int:
+        if self.version is None or not self.intake.serving:
+            raise SyncError("no version of the weights is complete and proved; synchronize first", condition="C5")
+        if self.asleep:
+            raise CapabilityError("the sampler sleeps; wake it first")
+        return self.version
+
+    def _check(self, request: Request) -> None:
+        sampling = request.sampling
+        who = f"prompt {request.prompt_index}, sample {request.sample}"
+        needed = len(request.prompt_tokens) + sampling.max_new_tokens
+        for wrong, told in (
+            (not request.prompt_tokens, "the prompt is empty; it needs one token at least"),
+            (
+                not all(0 <= token < self.spec.vocab_size for token in request.prompt_tokens),
+                f"a prompt token lies outside the vocabulary of {self.spec.vocab_size}",
+            ),
+            (needed > self.max_len, f"prompt and response need {needed} positions, the engine has {self.max_len}"),
+            (truncates(sampling), "top_p or top_k truncates, and vLLM does not tell the kept set"),
+            (bool(sampling.stop_strings), "stop strings are not matched as the embedded engine does; use stop ids"),
+            (sampling.record_routing, "this adapter does not record routing"),
+            (
+                self.config.logprobs == "raw" and sampling.temperature not in (0.0, 1.0),
+                f"raw log-probabilities are those of temperature 1, not {sampling.temperature}",
+            ),
+        ):
+            if wrong:
+                raise CapabilityError(f"{who}: {told}")
+
+    def _parameters(self, request: Request) -> dict[str, Any]:
+        sampling: Sampling = request.sampling
+        return {
+            "temperature": sampling.temperature,
+            "max_tokens": sampling.max_new_tokens,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": True,  # the stop tokens of the request are all there are
+            "logprobs": 0,
+            "seed": stream(request) & (2**63 - 1),
+        }
+
+    def _rollout(self, request: Request, output: Any, version: int) -> Rollout:
+        done = output.outputs[0]
+        tokens = list(done.token_ids)
+        logps = [entry[token].logprob for entry, token in zip(done.logprobs, tokens, strict=True)]
+        logp_R = torch.tensor(logps, dtype=torch.float32)
+        if not bool(torch.isfinite(logp_R).all()):
+            at = int((~torch.isfinite(logp_R)).nonzero()[0, 0])
+            raise NonFiniteError(
+                f"the log-probability of prompt {request.prompt_index}, sample {request.sample}, response token {at} "
+                f"is {logps[at]}, weights of version {version}"
+            )
+        finish = "stop" if tokens and tokens[-1] in request.sampling.stop_token_ids else "length"
+        return Rollout(
+            request=request,
+            tokens_R=torch.tensor(tokens, dtype=torch.int64),
+            logp_R=logp_R,
+            version_R=torch.full((len(tokens),), version, dtype=torch.int64),
+            finish=finish,
+            text=text_of(tokens, finish, request.sampling, self.decode_text),
+        )

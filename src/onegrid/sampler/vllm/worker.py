@@ -1,0 +1,98 @@
+"""What runs inside vLLM's worker: vLLM mixes this class into its own and calls the methods by name.
+
+Arguments and answers are plain data. Tensors are read from the file of shared memory that the adapter has written.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class OnegridWorker:
+    """Methods for `collective_rpc`, all with a prefix of their own."""
+
+    def onegrid_open(self, folder: str, road: str, hf_config: dict[str, Any], plan: str) -> None:
+        """Maps the canonical bytes and finds every tensor's place in the model."""
+        from onegrid.model.spec import ModelSpec
+        from onegrid.recipe import Plan
+        from onegrid.sampler.vllm.places import places
+        from onegrid.sampler.vllm.store import map_file, tensors_of
+        from onegrid.sampler.vllm.verify import Inside
+
+        table = json.loads((Path(folder) / "table.json").read_text(encoding="utf-8"))
+        data = map_file(Path(folder) / "canonical", (Path(folder) / "canonical").stat().st_size)
+        config = self.vllm_config  # type: ignore[attr-defined]
+        self._onegrid_folder = Path(folder)
+        self._onegrid = Inside(
+            model=self.model_runner.get_model(),  # type: ignore[attr-defined]
+            tensors=tensors_of(data, table),
+            places=places(ModelSpec.from_hf_config(hf_config)),
+            plan=Plan.from_json(plan),
+            road=road,  # type: ignore[arg-type]
+            dtype=config.model_config.dtype,
+        )
+        from onegrid.sampler.vllm.load import settle_buffers
+
+        settle_buffers(self._onegrid)
+
+    def onegrid_load(self) -> None:
+        """Takes the canonical bytes into the model, in place."""
+        from vllm.config import set_current_vllm_config
+
+        from onegrid.sampler.vllm.load import load
+
+        config = self.vllm_config  # type: ignore[attr-defined]
+        with set_current_vllm_config(config), torch.no_grad():
+            load(self._onegrid, config.model_config)
+        if not self._onegrid.addresses:
+            self._onegrid.remember()
+
+    def onegrid_remember(self) -> None:
+        """Notes addresses and buffers of an engine that has loaded its weights by itself."""
+        self._onegrid.remember()
+
+    def onegrid_verify(self) -> list[tuple[str, str, str]]:
+        """See `verify.verify`."""
+        from vllm.config import set_current_vllm_config
+
+        from onegrid.sampler.vllm.verify import verify
+
+        with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
+            return verify(self._onegrid)
+
+    def onegrid_describe(self) -> dict[str, dict[str, Any]]:
+        """See `live.describe`."""
+        from vllm.config import set_current_vllm_config
+
+        from onegrid.sampler.vllm.live import describe
+
+        with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
+            return describe(self._onegrid)
+
+    def onegrid_multiply(self, key: str) -> None:
+        """Replaces the matrix in the exchange file by its product with one linear, bias included."""
+        from onegrid.sampler.vllm.launch import load, save
+        from onegrid.sampler.vllm.verify import multiply
+
+        path = self._onegrid_folder / "exchange"
+        save(path, multiply(self._onegrid, key, load(path)))
+
+    def onegrid_graphs(self, on: bool) -> None:
+        """Lets the runner replay captured graphs, or not. Not run here."""
+        dispatcher = self.model_runner.cudagraph_dispatcher  # type: ignore[attr-defined]
+        if on:
+            dispatcher.__dict__.pop("dispatch", None)
+            return
+        from vllm.config import CUDAGraphMode
+
+        original = type(dispatcher).dispatch
+
+        def plain(*arguments: Any, **named: Any) -> Any:
+            _, *rest = original(dispatcher, *arguments, **named)
+            return (CUDAGraphMode.NONE, *rest)
+
+        dispatcher.dispatch = plain
