@@ -24,8 +24,8 @@ from onegrid.types import Request, Rollout, Sampling
 
 
 def can_capture(sampling: Sampling) -> bool:
-    """Kept sets, stop strings and routing records need the host in the middle of a step."""
-    return not (truncates(sampling) or sampling.stop_strings or sampling.record_routing)
+    """Kept sets and stop strings need the host in the middle of a step."""
+    return not (truncates(sampling) or sampling.stop_strings)
 
 
 def probe_captured(graphs: Graphs, model: Model, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -69,6 +69,9 @@ class CapturedGeneration(Generation):
         super().__init__(model, requests, cache=cache, prefixes=prefixes, max_slots=max_slots, decode_text=decode_text)
         self.graphs, self.state = graphs, graphs.state
         self.hidden_SD = self.state.hidden_SD
+        if self.sampling.record_routing:
+            spec = model.weights.spec
+            self.routing_SRLE = graphs.record_routing(len(spec.moe_layers), spec.top_k)
         self.max_slots = max_slots
         self.queue = deque(range(len(requests)))
         self.owners: list[int] = []
@@ -180,7 +183,9 @@ class _Leaving:
         self.owners = [generation.owners[slot] for slot in slots]
         slot_E = torch.tensor(slots, device=generation.hidden_SD.device)
         state, width = generation.state, generation.sampling.max_new_tokens
-        parts = (state.tokens_SR[slot_E, :width], state.logp_SR[slot_E, :width], state.report_4S[:, slot_E])
+        parts = [state.tokens_SR[slot_E, :width], state.logp_SR[slot_E, :width], state.report_4S[:, slot_E]]
+        if generation.routing_SRLE is not None:
+            parts.append(generation.routing_SRLE[slot_E, :width])
         self.parts = []
         for part in parts:
             held = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
@@ -192,7 +197,8 @@ class _Leaving:
         """Waits for the copies and makes the rollouts."""
         self.arrived.synchronize()
         generation = self.generation
-        tokens_ER, logp_ER, report_4E = self.parts
+        tokens_ER, logp_ER, report_4E, *rest = self.parts
+        routing_ERLK = rest[0] if rest else None
         lengths, stops = report_4E[LENGTH].tolist(), report_4E[STOPPED].tolist()
         for row, (index, length, stopped) in enumerate(zip(self.owners, lengths, stops, strict=True)):
             finish = "stop" if stopped else "length"
@@ -207,5 +213,6 @@ class _Leaving:
                     version_R=torch.full((length,), generation.model.version, dtype=torch.int64),
                     finish=finish,
                     text=text,
+                    routing_RLE=None if routing_ERLK is None else routing_ERLK[row, :length].clone(),
                 ),
             )

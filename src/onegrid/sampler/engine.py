@@ -7,8 +7,9 @@ order of requests, or the number of slots.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from onegrid.formats import QuantTensor
 from onegrid.model.canonical import format_of
 from onegrid.model.decoder import head_name
 from onegrid.model.live import LiveWeights
+from onegrid.model.receipts import Receipt
 from onegrid.model.rope import rope_table
 from onegrid.model.stacks import is_stack, stack_key
 from onegrid.ops.linear import matmul
@@ -32,6 +34,7 @@ from onegrid.sampler.generation import Generation
 from onegrid.sampler.graphs import Graphs
 from onegrid.sampler.intake import Intake
 from onegrid.sampler.prefill import Model, chunks, prefill
+from onegrid.sampler.remote import RemoteConfig
 from onegrid.sampler.stops import DecodeText
 from onegrid.types import Bucket, Manifest, Request, Rollout, Sampling
 
@@ -40,8 +43,12 @@ KEPT = ("record", "refuse")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerConfig:
-    """Sizes of the embedded engine. None of them changes a token."""
+    """Which sampler, and its sizes. None of the sizes changes a token."""
 
+    engine: Literal["embedded", "remote"] = "embedded"
+    """"embedded": in this process, with the learner's own operations. "remote": behind HTTP; see `[sampler.remote]`,
+    and give the sizes to `onegrid serve` there."""
+    remote: RemoteConfig = field(default_factory=RemoteConfig)
     max_slots: int = 128
     """Completions that run at once."""
     max_len: int = 1024
@@ -51,7 +58,7 @@ class SamplerConfig:
     prefix_tokens: int = 16384
     """Prompt tokens kept for samples that still wait; 0 shares only within one admission."""
     capture: bool = True
-    """Decode in CUDA graphs where the kernels can be captured. Kept sets, stop strings and routing run without."""
+    """Decode in CUDA graphs where the kernels can be captured. Kept sets and stop strings run without."""
     kept: str = "record"
     """Under top-p or top-k: "record" the kept set of every token, or "refuse" to truncate."""
 
@@ -120,8 +127,10 @@ class Engine:
         )
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[Request]) -> list[Rollout]:
-        """One rollout per request, in their order. Requests of different Sampling run one Sampling after another.
+    def generate(
+        self, requests: Sequence[Request], on_finished: Callable[[Rollout], None] | None = None
+    ) -> list[Rollout]:
+        """See `Sampler.generate`. Requests of different Sampling run one Sampling after another.
 
         routing_RLE[t] holds the experts of the position whose output drew token t: the one before it.
 
@@ -139,12 +148,29 @@ class Engine:
         try:
             for indices in by_sampling.values():
                 generation = self._generation(model, cache, [requests[i] for i in indices])
-                rollouts |= {indices[at]: rollout for at, rollout in generation.run()}
-        except BaseException:
+                for at, rollout in generation.run():
+                    rollouts[indices[at]] = rollout
+                    if on_finished is not None:
+                        on_finished(rollout)
+        except BaseException as error:
             cache.clear()
             self.prefixes.clear()
+            if isinstance(error, torch.OutOfMemoryError):
+                self._after_memory_ran_out(error)
             raise
         return [rollouts[i] for i in range(len(requests))]
+
+    def _after_memory_ran_out(self, error: torch.OutOfMemoryError) -> None:
+        """Leaves an engine that serves smaller calls, and a note of what makes them smaller."""
+        if self.graphs is not None:
+            self.graphs.reset()
+        config = self.config
+        error.add_note(
+            f"the sampler ran out of memory and dropped the call; lower sampler.max_slots (now {config.max_slots}), "
+            f"sampler.prefill_tokens ({config.prefill_tokens}) or sampler.max_len ({config.max_len})"
+        )
+        if self.weights.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     @torch.no_grad()
     def probe(self, prompts: Sequence[Sequence[int]], captured: bool = False) -> list[Tensor]:
@@ -180,6 +206,15 @@ class Engine:
     def stored(self, name: str) -> dict[str, Tensor]:
         """See `Intake.stored`."""
         return self.intake.stored(name)
+
+    def derived(self) -> dict[str, Receipt]:
+        """Receipts of the operands that kernels read, by storage key."""
+        return dict(self.weights.receipts)
+
+    @torch.no_grad()
+    def rederive(self, keys: Iterable[str]) -> None:
+        """SyncError C3 naming tensors of `keys` whose operand is not what their codes give when derived again."""
+        self.weights.rederive(keys)
 
     def begin(self, manifest: Manifest) -> None:
         """See `Intake.begin`."""
@@ -224,8 +259,6 @@ class Engine:
         """Why decode steps are not captured; "" where they are."""
         if not self.config.capture:
             return "sampler.capture is false"
-        if self.weights.spec.moe_layers:
-            return "experts get as much room as they need, which the host must know"
         return "" if self.weights.kernels.can_capture else f"{self.weights.kernels.name} kernels wait for the host"
 
     @property

@@ -24,7 +24,7 @@ ENDED, STOPPED, FINITE, LENGTH = range(4)
 """Rows of `State.report_4S`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class State:
     """What a step reads and writes, by slot."""
 
@@ -46,6 +46,8 @@ class State:
     """int64: token to take instead of a drawn one, for probes; -1 draws."""
     report_4S: Tensor
     """int64: ended, stopped by a token, every logit so far finite, length; for the host."""
+    routing_SRLK: Tensor | None = None
+    """int16: experts of the position whose output draws token r, where a Sampling has asked for them."""
 
     @staticmethod
     def empty(num_slots: int, max_len: int, hidden_size: int, device: torch.device) -> State:
@@ -73,6 +75,8 @@ class State:
         per_slot = (self.hidden_SD, self.tokens_SR, self.logp_SR, self.length_S, self.prompt_S, self.limit_S)
         for x in (*per_slot, self.stream_S, self.forced_S):
             x[target_M] = x[source_M]
+        if self.routing_SRLK is not None:
+            self.routing_SRLK[target_M] = self.routing_SRLK[source_M]
         self.report_4S[:, target_M] = self.report_4S[:, source_M]
         self.report_4S[ENDED, source_M] = 1
 
@@ -94,17 +98,29 @@ class Graphs:
         self.num_slots = cache.keys[0].shape[0]
         self.max_len, self.hidden_size, self.device = max_len, hidden_size, device
         self.state = State.empty(self.num_slots, max_len, hidden_size, device)
-        self.graphs: dict[tuple[int, float, tuple[int, ...]], torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[tuple[int, float, tuple[int, ...], bool], torch.cuda.CUDAGraph] = {}
         self.stops: dict[tuple[int, ...], Tensor] = {}  # graphs read them where they lie
         self.pool = torch.cuda.graph_pool_handle()
 
     def replay(self, model: Model, num_rows: int, sampling: Sampling) -> None:
         """One step of the first `num_rows` slots, captured before its first run."""
         rows = bucket(num_rows, self.num_slots)
-        key = (rows, sampling.temperature, sampling.stop_token_ids)
+        key = (rows, sampling.temperature, sampling.stop_token_ids, sampling.record_routing)
         if key not in self.graphs:
             self.graphs[key] = self._capture(model, rows, sampling)
         self.graphs[key].replay()
+
+    def record_routing(self, num_layers: int, top_k: int) -> Tensor:
+        """Room for the experts of every token, made when first asked for: int16 [S, R, L, K]."""
+        if self.state.routing_SRLK is None:
+            shape = (self.num_slots, self.max_len, num_layers, top_k)
+            self.state.routing_SRLK = torch.zeros(shape, dtype=torch.int16, device=self.device)
+        return self.state.routing_SRLK
+
+    def reset(self) -> None:
+        """Drops every captured step, as after one that failed; the next run captures anew."""
+        self.graphs.clear()
+        self.pool = torch.cuda.graph_pool_handle()
 
     def _capture(self, model: Model, rows: int, sampling: Sampling) -> torch.cuda.CUDAGraph:
         ids = sampling.stop_token_ids
@@ -112,19 +128,31 @@ class Graphs:
         # Compilers and libraries prepare themselves at the first run, which must not touch what is live.
         scratch = State.empty(rows, self.max_len, self.hidden_size, self.device)
         twin = Cache.twin(self.cache, rows)
+        record = sampling.record_routing
+        if record:
+            assert self.state.routing_SRLK is not None
+            scratch.routing_SRLK = torch.zeros_like(self.state.routing_SRLK[:rows])
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(2):
-                step(model, twin, scratch, rows, sampling.temperature, stop_K)
+                step(model, twin, scratch, rows, sampling.temperature, stop_K, record)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            step(model, self.cache, self.state, rows, sampling.temperature, stop_K)
+            step(model, self.cache, self.state, rows, sampling.temperature, stop_K, record)
         return graph
 
 
-def step(model: Model, cache: Cache, state: State, num_rows: int, temperature: float, stop_K: Tensor) -> None:
+def step(
+    model: Model,
+    cache: Cache,
+    state: State,
+    num_rows: int,
+    temperature: float,
+    stop_K: Tensor,
+    record_routing: bool = False,
+) -> None:
     """One token for each of the first `num_rows` slots that has not ended. Waits for nothing."""
     rows = slice(num_rows)
     hidden_ND, length_N = state.hidden_SD[rows], state.length_S[rows]
@@ -149,7 +177,15 @@ def step(model: Model, cache: Cache, state: State, num_rows: int, temperature: f
 
     position_N = (state.prompt_S[rows] + length_N - 1).clamp(min=0, max=len(model.rope[0]) - 1)
     attend = DecodeAttend(cache, position_N, None, model.weights.kernels)
-    hidden_ND.copy_(model.hidden(Rows(tokens_N=token_N, positions_N=position_N, mask_N=None), attend, None))
+    routes: list[Tensor] | None = [] if record_routing else None
+    hidden_ND.copy_(model.hidden(Rows(tokens_N=token_N, positions_N=position_N, mask_N=None), attend, routes))
+    if routes is not None and state.routing_SRLK is not None:
+        # Of a slot that has ended nothing is read behind its length; the clamped column of a full one keeps what it has.
+        held_SRLK = state.routing_SRLK[rows]
+        at_N = length_N.clamp(max=held_SRLK.shape[1] - 1)
+        row_N = torch.arange(num_rows, device=length_N.device)
+        full_N111 = (length_N > at_N)[:, None, None]
+        held_SRLK[row_N, at_N] = torch.where(full_N111, held_SRLK[row_N, at_N], torch.stack(routes, dim=1))
 
 
 def _draw(model: Model, hidden_ND: Tensor, random_N: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:

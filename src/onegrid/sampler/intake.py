@@ -68,6 +68,7 @@ class Intake:
         self.serving = version is not None
         self.digests = {} if version is None else self.digest(store.names())
         self._staged: dict[str, dict[str, Tensor]] | None = None
+        self._scratch: Tensor | None = None
         self._opened: Manifest | None = None
         self._broken = ""
         self._coverage: dict[tuple[str, str], Coverage] = {}
@@ -97,10 +98,12 @@ class Intake:
         for name, entry in manifest.entries.items():
             self._check_entry(name, entry)
         if self._staged is None:
-            self._staged = {
+            staged = {
                 name: {part: torch.empty_like(x) for part, x in self.store.parts(name).items()}
                 for name in self.store.names()
             }
+            self._scratch = _scratch_for(staged)
+            self._staged = staged
         self._coverage = {
             (name, part): Coverage(x.num_bytes)
             for name, entry in manifest.entries.items()
@@ -217,13 +220,11 @@ class Intake:
             self._break(f"never arrived: {_shorten(listed)}", tuple(dict.fromkeys(name for name, _ in missing)))
 
     def swap(self) -> None:
-        """Exchanges staged and live bytes, in place, one part at a time."""
-        assert self._staged is not None
+        """Exchanges staged and live bytes, in place; allocates nothing, so that it cannot stop half way."""
+        assert self._staged is not None and self._scratch is not None
         for name, staged in self._staged.items():
             for part, live in self.store.parts(name).items():
-                kept = live.clone()
-                live.copy_(staged[part])
-                staged[part].copy_(kept)
+                _exchange(raw_bytes(live), raw_bytes(staged[part]), self._scratch)
 
     def derive(self) -> None:
         """Recomputes every operand."""
@@ -244,7 +245,7 @@ class Intake:
             self.swap()
             self.derive()
             self.verify()
-        except SyncError as error:
+        except (SyncError, torch.OutOfMemoryError) as error:
             if cause is None:
                 raise
             cause.add_note(f"version {self.version} could not be put back and nothing serves: {error}")
@@ -293,6 +294,27 @@ class Intake:
 
     def _close(self) -> None:
         self._opened, self._undo, self._broken, self._coverage = None, None, "", {}
+
+
+SCRATCH_BYTES = 1 << 26
+"""Most bytes that are exchanged at once."""
+
+
+def _scratch_for(staged: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
+    parts = [x for part in staged.values() for x in part.values()]
+    size = max((x.numel() * x.element_size() for x in parts), default=0)
+    device = parts[0].device if parts else torch.device("cpu")
+    return torch.empty(min(size, SCRATCH_BYTES), dtype=torch.uint8, device=device)
+
+
+def _exchange(one: Tensor, other: Tensor, scratch: Tensor) -> None:
+    """Swaps two equally long runs of bytes, piece by piece."""
+    for start in range(0, len(one), max(1, len(scratch))):
+        piece = slice(start, start + len(scratch))
+        kept = scratch[: len(one[piece])]
+        kept.copy_(one[piece])
+        one[piece] = other[piece]
+        other[piece] = kept
 
 
 def _shorten(names: Iterable[str], limit: int = 8) -> str:
