@@ -26,6 +26,7 @@ from onegrid.learner.loss import LossConfig
 from onegrid.recipe import recipe_from_dict
 from onegrid.rl.algorithms import with_algorithm
 from onegrid.rl.checkpoint import CheckpointConfig
+from onegrid.rl.debug import DebugConfig
 from onegrid.rl.dynamic import DynamicConfig
 from onegrid.rl.evaluate import EvalConfig
 from onegrid.rl.loop_config import LoopConfig
@@ -73,6 +74,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     record: RecordConfig = field(default_factory=RecordConfig)
     trackers: TrackersConfig = field(default_factory=TrackersConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
 
     def __post_init__(self) -> None:
         recipe_from_dict(self.recipe)
@@ -276,8 +278,9 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
 
 def _section(hint: Any) -> type | None:
     """The dataclass that a hint means, one that may be left out too; None for a value."""
-    choices = [hint] if dataclasses.is_dataclass(hint) else [a for a in typing.get_args(hint) if a is not type(None)]
-    return choices[0] if len(choices) == 1 and dataclasses.is_dataclass(choices[0]) else None
+    choices = typing.get_args(hint) or (hint,)
+    sections = [a for a in choices if isinstance(a, type) and dataclasses.is_dataclass(a)]
+    return sections[0] if sections and set(choices) <= {sections[0], type(None)} else None
 
 
 def _name(hint: Any) -> str:

@@ -58,5 +58,13 @@ class MismatchError(OnegridError):
     """Learner and sampler log-probabilities differ where the plan promises equal bits."""
 
 
+class StoppedError(OnegridError):
+    """A signal asked a run to end; it left a checkpoint and can go on."""
+
+
+class OutOfMemoryError(OnegridError):
+    """A device or the host had no memory left; names the settings to lower."""
+
+
 class CheckpointError(OnegridError):
     """A run directory or checkpoint cannot be read or written."""

@@ -151,6 +151,12 @@ def test_rollouts_read_back_with_the_bits_of_their_log_probabilities(tmp_path):
         "tokens": [7, 8, 2],
         "version": [3, 3, 3],
         "finish": "stop",
+        "seed": 0,
+        "prompt_tokens": [1, 2],
+        "learned": True,
+        "kept": None,
+        "routing": None,
+        "routing_shape": None,
     }
     Record(tmp_path, resume_step=1)
     assert not list((tmp_path / "rollouts").iterdir())

@@ -1,6 +1,7 @@
 """The command line: one file per command, imported only when that command runs.
 
-Exit codes: 0 done; 1 an error that the message explains; 2 wrong usage; 130 interrupted.
+Exit codes: 0 done; 1 an error that the message explains; 2 wrong usage; 75 stopped by a signal with a checkpoint to go
+on from; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -12,9 +13,14 @@ from pathlib import Path
 import click
 
 from onegrid import __version__
-from onegrid.errors import OnegridError
+from onegrid.errors import OnegridError, StoppedError
 
-EPILOG = "Exit codes: 0 done, 1 an error that the message explains, 2 wrong usage, 130 interrupted."
+EPILOG = (
+    "Exit codes: 0 done, 1 an error that the message explains, 2 wrong usage, 75 stopped by a signal with a checkpoint "
+    "to go on from, 130 interrupted."
+)
+STOPPED = 75
+"""What sysexits.h calls a temporary failure: the same command with --resume succeeds. No shell uses it for a signal."""
 
 
 @click.group(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -30,16 +36,34 @@ def app() -> None:
 @click.option("--steps", type=click.IntRange(min=0), help="Short for loop.num_steps=N.")
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint of the run directory.")
 @click.option("--dry-run", is_flag=True, help="Print configuration, plan, memory and steps; train nothing.")
+@click.option("--rollouts-only", is_flag=True, help="Sample and score with the weights of the start; learn nothing.")
+@click.option(
+    "--train-only",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Learn from the rollouts of this run; sample nothing.",
+)
 def train(
-    config: Path, overrides: tuple[str, ...], run_dir: Path | None, steps: int | None, resume: bool, dry_run: bool
+    config: Path,
+    overrides: tuple[str, ...],
+    run_dir: Path | None,
+    steps: int | None,
+    resume: bool,
+    dry_run: bool,
+    rollouts_only: bool,
+    train_only: Path | None,
 ) -> None:
     """Train by reinforcement learning as CONFIG (TOML) says.
 
     KEY=VALUE replaces one entry of the configuration by its dotted name, such as learner.lr=1e-4.
+
+    SIGTERM, or Ctrl-C once, ends the run after the step at hand, with a checkpoint and exit code 75; --resume goes on.
     """
     from onegrid.cli.train import run
 
-    run(config, overrides, run_dir=run_dir, num_steps=steps, resume=resume, dry_run=dry_run)
+    debug = ["debug.rollouts_only=true"] * rollouts_only
+    debug += [f"debug.train_only={train_only.resolve()}"] if train_only else []
+    run(config, [*overrides, *debug], run_dir=run_dir, num_steps=steps, resume=resume, dry_run=dry_run)
 
 
 @app.command()
@@ -149,7 +173,7 @@ def evaluate(
         against=against,
         problems=problems,
         samples=samples,
-        ks=ks or tuple(sorted({1, samples} - {0})) * bool(samples),
+        ks=ks,
         as_json=as_json,
     )
 
@@ -247,6 +271,9 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         raise SystemExit(error.exit_code) from None
+    except StoppedError as error:
+        print(f"onegrid: stopped by {error}", file=sys.stderr)
+        raise SystemExit(STOPPED) from None
     except OnegridError as error:
         print(f"onegrid: {error}", file=sys.stderr)
         raise SystemExit(1) from None

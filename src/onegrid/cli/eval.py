@@ -14,8 +14,9 @@ from onegrid.config import RunConfig, load_config
 from onegrid.errors import ConfigError
 from onegrid.mismatch.statistics import Interval
 from onegrid.rl import checkpoint as checkpoints
-from onegrid.rl.evaluate import Evaluated, compare_greedy, judge
+from onegrid.rl.evaluate import Evaluated, compare_greedy, default_ks, judge
 from onegrid.rl.loop import snapshot
+from onegrid.rl.tasks import closing_task
 from onegrid.study.parts import build, design
 from onegrid.sync import push
 
@@ -67,15 +68,16 @@ def evaluated(
     if folder is not None:
         parts.learner.load_state_dict(checkpoints.load(folder, plan.config.device)["learner"])
     push(snapshot(parts.learner), parts.sampler)
-    return judge(
-        parts.task,
-        parts.sampler,
-        num_problems=problems or plan.config.eval.num_problems,
-        samples=samples,
-        ks=ks,
-        sampling=plan.config.sampling,
-        seed=plan.config.seed,
-    )
+    with closing_task(parts.task):
+        return judge(
+            parts.task,
+            parts.sampler,
+            num_problems=problems or plan.config.eval.num_problems,
+            samples=samples,
+            ks=ks or default_ks(samples),
+            sampling=plan.config.sampling,
+            seed=plan.config.seed,
+        )
 
 
 def table(names: Sequence[str], found: Sequence[Evaluated], difference: Interval | None) -> Table:

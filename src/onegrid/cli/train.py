@@ -13,14 +13,20 @@ from rich.console import Console
 from rich.table import Table
 
 from onegrid.config import RunConfig, changed_keys, load_config, to_toml
-from onegrid.errors import CheckpointError, ConfigError
-from onegrid.guard.guard import guard_of
+from onegrid.errors import CheckpointError, ConfigError, StoppedError
+from onegrid.guard.guard import Guard, guard_of
 from onegrid.rl import checkpoint
+from onegrid.rl.debug import sample_only
+from onegrid.rl.draw import Drawing
 from onegrid.rl.loop import train
+from onegrid.rl.out_of_memory import advised
 from onegrid.rl.progress import Display
-from onegrid.rl.record import Record, check_whole, free_run_folder, last_run_folder, read_metrics, versions
+from onegrid.rl.record import Record, check_whole, free_run_folder, last_run_folder, num_lines, read_metrics, versions
+from onegrid.rl.stop import Stop, stop_on_signals
+from onegrid.rl.tasks import Summarizes, closing_task
 from onegrid.study.estimate import memory_estimate
-from onegrid.study.parts import Design, build, design
+from onegrid.study.parts import Design, Parts, build, design
+from onegrid.study.samplers import closing_sampler
 from onegrid.tracker.trackers import Trackers, check_installed
 
 MAY_CHANGE = ("loop.num_steps", "checkpoint.", "record.", "trackers.")
@@ -30,7 +36,10 @@ MAY_CHANGE = ("loop.num_steps", "checkpoint.", "record.", "trackers.")
 def run(
     path: Path, overrides: Sequence[str], *, run_dir: Path | None, num_steps: int | None, resume: bool, dry_run: bool
 ) -> None:
-    """See `onegrid train --help`."""
+    """See `onegrid train --help`.
+
+    Raises StoppedError after a signal, once the checkpoint is written.
+    """
     console = Console(highlight=False)
     steps = [] if num_steps is None else [f"loop.num_steps={num_steps}"]
     plan = design(load_config(path, [*overrides, *steps]), path.parent)
@@ -38,6 +47,8 @@ def run(
         _describe(plan, console)
         return
     check_installed(plan.config.trackers)
+    if resume and plan.config.debug.rollouts_only:
+        raise ConfigError("--resume goes on from a checkpoint, and rollouts only leave none; name another --run-dir")
     folder = _folder(path, run_dir, resume=resume)
     last = checkpoint.latest(folder) if resume else None
     if last or (resume and (folder / "config.toml").exists()):
@@ -49,8 +60,20 @@ def run(
             f"loop.num_steps is {config.loop.num_steps}, but {folder} has done {state['step']} steps already; "
             "give as many or more"
         )
-    parts = build(plan)
-    record = Record(folder, config=config.record, resume_step=(state["step"] if state else -1) if resume else None)
+    with stop_on_signals() as stop:
+        _train(plan, folder, state, console, stop, resume=resume)
+    console.print(summary(folder))
+
+
+def _train(
+    plan: Design, folder: Path, state: dict[str, Any] | None, console: Console, stop: Stop, *, resume: bool
+) -> None:
+    config = plan.config
+    with advised("start"):
+        parts = build(plan)
+    resume_step = (state["step"] if state else -1) if resume else None
+    lost = num_lines(folder / "metrics.jsonl") if resume and not state else 0
+    record = Record(folder, config=config.record, resume_step=resume_step)
     if state:
         check_whole(folder, state["step"])
     record.text("config.toml", to_toml(config))
@@ -58,16 +81,23 @@ def run(
     made_with: dict[str, object] = {**versions(), "pins": parts.proof.as_record()}
     record.text("versions.json", json.dumps(made_with, indent=1, sort_keys=True) + "\n")
     display = Display(config.loop.num_steps, done=state["step"] if state else 0, console=console)
-    with _tracked(config, record, display), display:
+    with closing_task(parts.task), closing_sampler(parts.sampler), _tracked(config, record, display), display:
         display.note(f"run {folder}" + (f", going on from step {state['step']}" if state else ""))
-        for line in plan.plan.summary():
+        if resume and not state:
+            dropped = f", and the {lost} lines of metrics that were there are dropped" if lost else ""
+            display.note(f"--resume: {folder} has no checkpoint, so the run begins anew{dropped}")
+        for line in [*plan.plan.summary(), *([parts.task.summary()] if isinstance(parts.task, Summarizes) else [])]:
             display.note(line)
+        guard = guard_of(config.guard, parts.learner, parts.sampler)
         try:
+            if config.debug.rollouts_only:
+                _sample_only(config, parts, guard, record, display, stop)
+                return
             train(
                 parts.task,
                 parts.learner,
                 parts.sampler,
-                guard=guard_of(config.guard, parts.learner, parts.sampler),
+                guard=guard,
                 config=config.loop,
                 sampling=config.sampling,
                 seed=config.seed,
@@ -80,11 +110,33 @@ def run(
                 checkpoints=config.checkpoint,
                 reference=parts.reference,
                 state=state,
+                stop=stop,
+                replay=Path(config.debug.train_only) if config.debug.train_only else None,
             )
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, StoppedError):
             display.note(f"interrupted; go on with --resume --run-dir {folder}")
             raise
-    console.print(summary(folder))
+
+
+def _sample_only(config: RunConfig, parts: Parts, guard: Guard, record: Record, display: Display, stop: Stop) -> None:
+    drawing = Drawing(
+        task=parts.task,
+        sampler=parts.sampler,
+        config=config.loop,
+        dynamic=config.dynamic,
+        sampling=config.sampling,
+        seed=config.seed,
+    )
+    sample_only(
+        drawing,
+        parts.learner,
+        guard=guard,
+        num_steps=config.loop.num_steps,
+        tokenizer=parts.tokenizer,
+        record=record,
+        display=display,
+        stop=stop,
+    )
 
 
 def summary(folder: Path) -> Table:

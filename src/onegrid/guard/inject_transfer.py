@@ -159,7 +159,7 @@ def lost_in_sleep(bench: Bench) -> None:
     """The sampler sleeps between update and rollout, and a tensor does not come back whole."""
     done: list[int] = []
 
-    def generate(original: Callable[..., Any], requests: Any) -> Any:
+    def generate(original: Callable[..., Any], *arguments: Any) -> Any:
         if bench.armed and not done:
             done.append(1)
             name = last_expert(bench.weights.names())
@@ -168,7 +168,7 @@ def lost_in_sleep(bench: Bench) -> None:
             bench.weights.derive()
             bench.touch([name])
             bench.sampler.wake()
-        return original(requests)
+        return original(*arguments)
 
     wrap(bench.sampler, "generate", generate)
 
@@ -198,8 +198,8 @@ def prefix_kept(bench: Bench) -> None:
 def in_flight(bench: Bench) -> None:
     """One completion was made before the update and is handed out after it."""
 
-    def generate(original: Callable[..., Any], requests: Any) -> Any:
-        rollouts = original(requests)
+    def generate(original: Callable[..., Any], *arguments: Any) -> Any:
+        rollouts = original(*arguments)
         if bench.armed:
             first = rollouts[0]
             rollouts[0] = dataclasses.replace(

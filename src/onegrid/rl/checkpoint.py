@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import shutil
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,6 +21,7 @@ from onegrid.errors import CheckpointError, ConfigError
 
 PREFIX = "global_step_"
 PARTIAL = ".partial_"
+BEST = "best"
 KEYS = {"learner", "step", "constant_steps"}
 """What every checkpoint of a run holds."""
 
@@ -32,17 +34,25 @@ class CheckpointConfig:
     """Steps; 0: only at the end."""
     keep: int = 2
     """How many of the last ones stay."""
+    best_metric: str = ""
+    """Key of an evaluation, such as "eval/held_out/accuracy": the step with the best value after the start gets a
+    checkpoint that stays, and `checkpoints/best` points to it. Empty: none. eval.every says how often it is asked."""
+    best_mode: Literal["max", "min"] = "max"
+    """Whether more or less of it is better; of equal ones the first is kept."""
 
     def __post_init__(self) -> None:
         if self.every < 0 or self.keep < 1:
             raise ConfigError(f"every {self.every} must be at least 0 and keep {self.keep} at least 1")
+        if self.best_metric and not self.best_metric.startswith("eval/"):
+            raise ConfigError(f"best_metric is {self.best_metric!r}; it must be one of eval/...")
 
 
-def save(folder: Path, step: int, state: Mapping[str, Any], *, keep: int) -> Path:
+def save(folder: Path, step: int, state: Mapping[str, Any], *, keep: int, best: int | None = None) -> Path:
     """Write `state` (nested dictionaries, lists, tensors, numbers, text) as the checkpoint of `step`.
 
     folder  the run directory
     keep    how many of the last checkpoints stay, this one included
+    best    the step whose checkpoint stays beside them, and that `checkpoints/best` points to
     Raises CheckpointError, naming the last good checkpoint, if it cannot be written; nothing is lost then.
     """
     checkpoints = folder / "checkpoints"
@@ -66,9 +76,36 @@ def save(folder: Path, step: int, state: Mapping[str, Any], *, keep: int) -> Pat
         good = latest(folder)
         kept = f"the last good one is {good}" if good else "there is no earlier one"
         raise CheckpointError(f"cannot write the checkpoint of step {step} to {final}: {cause}; {kept}") from error
+    if best is not None:
+        link_best(folder, best)
     for old in steps(folder)[:-keep]:
-        shutil.rmtree(checkpoints / f"{PREFIX}{old}")
+        if old != best:
+            shutil.rmtree(checkpoints / f"{PREFIX}{old}")
     return final
+
+
+def link_best(folder: Path, step: int) -> None:
+    """Make `checkpoints/best` point to the checkpoint of a step, if that is there."""
+    target = folder / "checkpoints" / f"{PREFIX}{step}"
+    if target.is_dir():
+        temporary = target.with_name(f"{PARTIAL}best")
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(target.name)
+        os.replace(temporary, target.with_name(BEST))
+
+
+@contextmanager
+def contents() -> Iterator[None]:
+    """Turns what goes wrong while a state is taken apart into a CheckpointError: it is whole, and not that of a run."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint does not hold the state of such a run ({type(error).__name__}: {error}); "
+            "resume from another one, or begin another run"
+        ) from error
 
 
 def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -90,6 +127,9 @@ def load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
         raise _unreadable(path, f"state.pt is damaged ({type(error).__name__})") from error
     if not isinstance(state, dict) or KEYS - state.keys():
         raise _unreadable(path, f"state.pt is not the state of a run: it lacks some of {', '.join(sorted(KEYS))}")
+    wrong = [name for name in ("step", "constant_steps") if type(state[name]) is not int or state[name] < 0]
+    if wrong or not isinstance(state["learner"], dict):
+        raise _unreadable(path, f"state.pt is not the state of a run: {', '.join(wrong) or 'learner'} is of no use")
     number = path.name.removeprefix(PREFIX)
     if number.isdigit() and state.get("step") != int(number):
         raise _unreadable(path, f"state.pt is that of step {state.get('step')!r}")

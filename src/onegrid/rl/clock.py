@@ -17,13 +17,17 @@ class Clock:
     def __init__(self) -> None:
         self._began = time.perf_counter()
         self._seconds: dict[str, float] = {}
+        self.stage = "start"
+        """The stage that runs, or that an error has ended."""
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
         """Adds the seconds of the block to those of the stage; on a GPU its queued work counts where it was queued."""
-        began = time.perf_counter()
+        began, before = time.perf_counter(), self.stage
+        self.stage = stage
         try:
             yield
+            self.stage = before
             if torch.cuda.is_available() and torch.cuda.is_initialized():
                 torch.cuda.synchronize()
         finally:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 from onegrid.errors import ConfigError
 from onegrid.mismatch.statistics import Interval, mean_with_interval
-from onegrid.rl.batch import group_rollouts, make_requests
 from onegrid.rl.pass_at_k import mean_pass_at_k, wilson
-from onegrid.rl.rewards import score_rollouts
+from onegrid.rl.scored import scored_groups
 from onegrid.rl.tasks import Prompt, Task
 from onegrid.sampler.base import Sampler
 from onegrid.types import Group, Rollout, Sampling
@@ -17,15 +16,23 @@ from onegrid.types import Group, Rollout, Sampling
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalConfig:
-    """Greedy accuracy on held-out problems, before and after training."""
+    """Accuracy on held-out problems, before and after training: greedy, and pass@k of sampled answers."""
 
     num_problems: int = 256
     every: int = 0
     """Also after every so many steps; 0: only before and after."""
+    samples: int = 0
+    """Sampled answers to each problem, beside the greedy one, for mean reward and pass@k."""
+    ks: tuple[int, ...] = ()
+    """The k of pass@k, each at most `samples`; empty takes 1 and `samples`."""
 
     def __post_init__(self) -> None:
         if self.num_problems < 1 or self.every < 0:
             raise ConfigError(f"num_problems {self.num_problems} must be at least 1 and every {self.every} at least 0")
+        if self.samples < 0 or not all(1 <= k <= self.samples for k in self.ks):
+            raise ConfigError(
+                f"ks {list(self.ks)} of pass@k must lie in 1 .. samples, which is {self.samples} (at least 0)"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,13 +72,29 @@ class Evaluated:
         return found
 
 
-def evaluate(task: Task, sampler: Sampler, *, num_problems: int, sampling: Sampling) -> dict[str, float]:
-    """The most likely answer to each of the first held-out problems, as `eval/held_out/...` metrics.
+def evaluate(
+    task: Task, sampler: Sampler, config: EvalConfig, *, sampling: Sampling, seed: int = 0
+) -> dict[str, float]:
+    """Answers to the first held-out problems, as `eval/held_out/...` metrics.
 
-    `accuracy`, with its interval `accuracy_low` to `accuracy_high`, is over problems that could be scored; `unscorable`
-    counts the others. No randomness takes part.
+    `accuracy`, with its interval `accuracy_low` to `accuracy_high`, is that of the most likely answers to problems that
+    could be scored; `unscorable` counts the others. `sampled` and `pass_at_<k>` are there with config.samples, drawn by
+    the seed: the same in every evaluation of a run, so that two of them compare weights and not luck.
     """
-    return judge(task, sampler, num_problems=num_problems, samples=0, ks=(), sampling=sampling, seed=0).metrics()
+    return judge(
+        task,
+        sampler,
+        num_problems=config.num_problems,
+        samples=config.samples,
+        ks=config.ks or default_ks(config.samples),
+        sampling=sampling,
+        seed=seed,
+    ).metrics()
+
+
+def default_ks(samples: int) -> tuple[int, ...]:
+    """The k of pass@k where none are asked for: one try, and all."""
+    return tuple(sorted({1, samples})) if samples else ()
 
 
 def judge(
@@ -137,8 +160,7 @@ def compare_greedy(before: Evaluated, after: Evaluated, *, seed: int = 0) -> Int
 def _answers(
     task: Task, sampler: Sampler, prompts: Sequence[Prompt], samples: int, *, sampling: Sampling, seed: int
 ) -> list[Group]:
-    rollouts = sampler.generate(make_requests(prompts, samples, seed=seed, sampling=sampling))
-    return score_rollouts(task, group_rollouts(rollouts), prompts=prompts)
+    return scored_groups(task, sampler, prompts, samples, sampling=sampling, seed=seed)
 
 
 def _right(rollout: Rollout, threshold: float) -> bool | None:

@@ -2,58 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
-from onegrid.errors import ConfigError, TaskError
-from onegrid.guard.guard import Guard, check_step, guard_sync, keep_in_bf16
+from onegrid.errors import StoppedError, TaskError
+from onegrid.guard.guard import Guard, guard_sync, keep_in_bf16
 from onegrid.learner.learner import Learner
-from onegrid.mismatch.metrics import compare, mirror_rollout_corr
 from onegrid.model.canonical import Snapshot
 from onegrid.rl import checkpoint
-from onegrid.rl.advantage import advantages_of
-from onegrid.rl.batch import group_rollouts, make_requests, pack
 from onegrid.rl.clock import Clock
-from onegrid.rl.dynamic import DynamicConfig, draw_groups
+from onegrid.rl.draw import Drawing
+from onegrid.rl.dynamic import Drawn, DynamicConfig
 from onegrid.rl.evaluate import EvalConfig, evaluate
+from onegrid.rl.experience import make_experience
+from onegrid.rl.keep import Keeper
+from onegrid.rl.loop_config import LoopConfig
 from onegrid.rl.old_policy import CorrectionConfig, old_policy
 from onegrid.rl.one_policy import guard_metrics, helped, incidents
 from onegrid.rl.progress import Display
 from onegrid.rl.record import Record, check_whole
-from onegrid.rl.rewards import score_rollouts
-from onegrid.rl.summary import is_informative, rollout_metrics
+from onegrid.rl.schedule import schedule_of
+from onegrid.rl.stop import Stop
+from onegrid.rl.stored_rollouts import read_rollouts
 from onegrid.rl.tasks import Task, Tokenizer
 from onegrid.sampler.base import Sampler
 from onegrid.sync import SyncReport
-from onegrid.types import Group, Sampling
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoopConfig:
-    """How long, and how much a step."""
-
-    num_steps: int = 100
-    prompts_per_step: int = 64
-    samples_per_prompt: int = 8
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    truncated: Literal["keep", "mask"] = "keep"
-    """Whether completions that were cut at the cap take part in the loss."""
-    reference_every: int = 1
-    """Compare with the policy of the start in every so many steps, at the price of a forward pass; 0: never.
-    loss.kl_coefficient needs every step."""
-    max_constant_steps: int = 50
-    """So many steps in a row without a group whose rewards differ end the run."""
-
-    def __post_init__(self) -> None:
-        for name in ("prompts_per_step", "samples_per_prompt", "max_constant_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.num_steps < 0 or self.reference_every < 0:
-            raise ConfigError(f"num_steps {self.num_steps} and reference_every {self.reference_every}: not below 0")
-        if self.samples_per_prompt == 1:
-            raise ConfigError("samples_per_prompt is 1; a group of one has no advantage, it takes at least 2")
+from onegrid.types import Sampling
 
 
 def train(
@@ -74,83 +49,106 @@ def train(
     checkpoints: checkpoint.CheckpointConfig,
     reference: Learner | None = None,
     state: dict[str, Any] | None = None,
+    stop: Stop | None = None,
+    replay: Path | None = None,
 ) -> None:
     """Train up to `config.num_steps`, leaving everything in `record`.
 
     reference  the policy of the start, for train/ref_kl
     state      what `checkpoint.load` gave, to go on from; the learner takes its part of it
     guard      the checks of every synchronization and step
+    stop       once it names a signal, the run ends before its next step, with a checkpoint
+    replay     a run directory: learn from its rollouts, step by step; nothing is sampled, published or evaluated
     Raises OnegridError of the kind that fits; a failed check leaves an incident and stops the run before the update.
+    StoppedError says that the run did as it was asked and can go on.
     """
     done, constant_steps = 0, 0
     if state is not None:
-        if state.get("bf16"):
-            keep_in_bf16(learner, sampler, guard, state["bf16"])
-        learner.load_state_dict(state["learner"])
-        done, constant_steps = state["step"], state["constant_steps"]
+        with checkpoint.contents():
+            done, constant_steps = state["step"], state["constant_steps"]
+            if state.get("bf16"):
+                keep_in_bf16(learner, sampler, guard, state["bf16"])
+            learner.load_state_dict(state["learner"])
+    keeper = Keeper(record, checkpoints, done=None if state is None else done)
 
-    def draw(step: int, attempt: int) -> list[Group]:
-        prompts = task.prompts(step, attempt)
-        requests = make_requests(prompts, config.samples_per_prompt, seed=step_seed(seed, step), sampling=sampling)
-        return score_rollouts(task, group_rollouts(sampler.generate(requests)), prompts=prompts)
+    drawing = Drawing(task=task, sampler=sampler, config=config, dynamic=dynamic, sampling=sampling, seed=seed)
+
+    def draw(step: int, clock: Clock) -> Drawn:
+        return drawing.groups(step, clock) if replay is None else read_rollouts(replay, step, sampling)
+
+    def publish(step: int) -> dict[str, float]:
+        if replay is not None:
+            return {}
+        report = guard_sync(learner, sampler, guard)
+        helped(record, report, step=step, version=learner.version)
+        return sync_metrics(report.sync) | report.metrics()
 
     def evaluated() -> dict[str, float]:
-        return evaluate(task, sampler, num_problems=evaluation.num_problems, sampling=sampling)
+        if replay is not None:
+            return {}
+        found = evaluate(task, sampler, evaluation, sampling=sampling, seed=seed)
+        keeper.check(found)
+        return found
 
-    with incidents(record, learner, done):
-        sync = guard_sync(learner, sampler, guard)
-    helped(record, sync, step=done, version=learner.version)
-    if done == 0:
-        record.metrics(0, evaluated())
-    for step in range(done + 1, config.num_steps + 1):
-        clock = Clock()
-        with incidents(record, learner, step):
-            with clock("rollout"):
-                drawn = draw_groups(partial(draw, step), num_groups=config.prompts_per_step, config=dynamic)
-            batch = pack(
-                drawn.groups,
-                advantages_of(drawn.groups, config.advantage),
-                truncated=config.truncated,
-                temperature=sampling.temperature,
-            )
-            with clock("reference"):
-                due = reference is not None and step % config.reference_every == 0
-                reference_logp = reference.log_probs(batch) if reference and due else None
-            with clock("logprob"):
-                old = old_policy(learner, batch, correction)
-            with clock("update"):
-                report = learner.forward_backward(batch, reference_logp=reference_logp, **old)
-            sequences = batch.sequences
-            apart = compare(report.logp, [s.sampler_logp_R for s in sequences], [s.mask_R for s in sequences])
-            apart |= mirror_rollout_corr(apart)
-            verdicts = check_step(guard, apart, batch, version=learner.version)
-            with clock("update"):
-                updated = learner.step()
+    schedule = schedule_of(
+        config,
+        draw,
+        partial(make_experience, config=config, temperature=sampling.temperature, reference=reference),
+        learner,
+        guard,
+        sampling=sampling,
+        replayed=replay is not None,
+        overlap=not sampler.capabilities.captured,
+        state=state,
+    )
+
+    def kept(step: int) -> dict[str, Any]:
+        now = {"learner": learner.state_dict(), "step": step, "constant_steps": constant_steps, "bf16": guard.bf16}
+        return now | schedule.state()
+
+    if replay is not None:
+        sampler.sleep()
+    with schedule:
+        with incidents(record, learner, done, clock := Clock()):
             with clock("sync"):
-                sync = guard_sync(learner, sampler, guard)
-        helped(record, sync, step=step, version=learner.version)
-        metrics = rollout_metrics(drawn.generated) | report.metrics | apart | updated | sync_metrics(sync.sync)
-        metrics |= guard_metrics(verdicts, sync)
-        last = step == config.num_steps
-        if last or (evaluation.every and step % evaluation.every == 0):
+                publish(done)
             with clock("eval"):
-                metrics |= evaluated()
-        record.rollouts(step, drawn.generated, tokenizer.decode)
-        metrics |= clock.metrics(num_tokens=sum(r.tokens_R.numel() for g in drawn.generated for r in g.rollouts))
-        record.metrics(step, metrics)
-        display.step(step, metrics)
-        if drawn.message:
-            display.note(drawn.message)
-        constant_steps = 0 if any(is_informative(g) for g in drawn.groups) else constant_steps + 1
-        if last or (checkpoints.every and step % checkpoints.every == 0):
-            record.sync()
-            kept = {"learner": learner.state_dict(), "step": step, "constant_steps": constant_steps, "bf16": guard.bf16}
-            checkpoint.save(record.folder, step, kept, keep=checkpoints.keep)
-        if constant_steps >= config.max_constant_steps:
-            raise TaskError(
-                f"for {constant_steps} steps no group had rewards that differ, so nothing was learned; "
-                "the task is too easy or too hard for this model, or its verifier is broken"
-            )
+                if state is None:
+                    record.metrics(0, evaluated())
+        for step in range(done + 1, config.num_steps + 1):
+            if stop is not None and stop.signal:
+                keeper.save(step - 1, kept(step - 1))
+                raise StoppedError(f"{stop.signal}: the checkpoint of step {step - 1} is written")
+            last = step == config.num_steps
+            with incidents(record, learner, step, clock := Clock()):
+                now = schedule.take(step, clock)
+                with clock("logprob"):
+                    old, corrected = old_policy(learner, now.batch, correction)
+                with clock("update"):
+                    report = learner.forward_backward(now.batch, reference_logp=now.reference_logp, **old)
+                apart, verdicts = schedule.prove(report.logp, clock)
+                with clock("update"):
+                    updated = learner.step()
+                with clock("sync"):
+                    synced = publish(step)
+                metrics = now.metrics | report.metrics | corrected | apart | updated | guard_metrics(verdicts, synced)
+                if last or (evaluation.every and step % evaluation.every == 0):
+                    with clock("eval"):
+                        metrics |= evaluated()
+            record.rollouts(step, now.drawn.generated, tokenizer.decode, learned=now.drawn.groups)
+            metrics |= clock.metrics(num_tokens=now.num_tokens)
+            record.metrics(step, metrics)
+            display.step(step, metrics)
+            if now.drawn.message:
+                display.note(now.drawn.message)
+            constant_steps = 0 if now.informative else constant_steps + 1
+            if keeper.due(step, metrics, last=last):
+                keeper.save(step, kept(step))
+            if constant_steps >= config.max_constant_steps:
+                raise TaskError(
+                    f"for {constant_steps} steps no group had rewards that differ, so nothing was learned; "
+                    "the task is too easy or too hard for this model, or its verifier is broken"
+                )
     check_whole(record.folder, config.num_steps)
 
 
@@ -165,8 +163,3 @@ def sync_metrics(report: SyncReport) -> dict[str, float]:
     if report.codes_changed_share is not None:
         metrics["sync/codes_changed_share"] = report.codes_changed_share
     return metrics
-
-
-def step_seed(seed: int, step: int) -> int:
-    """Seed of the requests of one step, from that of the run."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=7).digest(), "little")

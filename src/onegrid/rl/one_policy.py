@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from onegrid.errors import MismatchError, NonFiniteError, SyncError
 from onegrid.guard.guard import GuardReport
 from onegrid.guard.verdict import FailedChecks, Verdict
 from onegrid.learner.learner import Learner
+from onegrid.rl.clock import Clock
+from onegrid.rl.out_of_memory import advice, is_out_of_memory
 from onegrid.rl.record import Incident, Record
 
 
-def guard_metrics(verdicts: Sequence[Verdict], report: GuardReport) -> dict[str, float]:
-    """`guard/<check>` of a step and its synchronization: 1 passed, 0 failed, -1 could not tell; the worse of two."""
-    metrics = report.metrics()
+def guard_metrics(verdicts: Sequence[Verdict], synced: Mapping[str, float]) -> dict[str, float]:
+    """`guard/<check>` of a step and its synchronization: 1 passed, 0 failed, -1 could not tell; the worse of two.
+
+    synced  metrics of the synchronization, which come along
+    """
+    metrics = dict(synced)
     for v in verdicts:
         key = f"guard/{v.check}"
         metrics[key] = min(metrics.get(key, 1), v.metric)
@@ -28,8 +33,11 @@ def helped(record: Record, report: GuardReport, *, step: int, version: int) -> N
 
 
 @contextmanager
-def incidents(record: Record, learner: Learner, step: int) -> Iterator[None]:
-    """A check that fails inside leaves a line in incidents.jsonl on its way up."""
+def incidents(record: Record, learner: Learner, step: int, clock: Clock | None = None) -> Iterator[None]:
+    """A check that fails inside, or memory that runs out, leaves a line in incidents.jsonl on its way up.
+
+    clock  knows the stage in which memory ran out
+    """
     version = learner.version
     try:
         yield
@@ -56,6 +64,25 @@ def incidents(record: Record, learner: Learner, step: int) -> Iterator[None]:
             )
         )
         raise
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        stage = clock.stage if clock else "start"
+        wrong = advice(stage, error)
+        record.incident(
+            Incident(
+                step=step,
+                version=version,
+                check="memory",
+                condition="",
+                tensors=(),
+                expected="memory for the step",
+                found=f"none left in stage {stage!r}: {error}",
+                likely_cause="a step that is larger than those before, or another program on the same device",
+                action=str(wrong),
+            )
+        )
+        raise wrong from error
 
 
 def _incident(v: Verdict, *, step: int, version: int, action: str) -> Incident:

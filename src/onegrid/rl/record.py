@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from onegrid.errors import CheckpointError, ConfigError, NonFiniteError
+from onegrid.rl.stored_rollouts import file_name, table_of
 from onegrid.types import Group
 
 Value = float | int | str | bool
@@ -113,37 +114,28 @@ class Record:
         fields = {name: getattr(incident, name) for name in Incident.__slots__}
         self._append("incidents.jsonl", fields | {"tensors": list(incident.tensors)})
 
-    def rollouts(self, step: int, groups: Sequence[Group], text_of: Callable[[Sequence[int]], str]) -> None:
+    def rollouts(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        text_of: Callable[[Sequence[int]], str],
+        *,
+        learned: Sequence[Group] | None = None,
+    ) -> None:
         """Write every rollout of a step as one parquet file, if the configuration keeps this step.
 
         text_of  turns the tokens of a prompt into text
-        Columns: step, group, sample, prompt, response, reward (null if unscorable), scored, tokens, logp, version,
-        finish.
+        learned  the groups that the step learns from; None: all
+        Columns: see `stored_rollouts.table_of`.
         """
         if not self.config.rollouts_every or step % self.config.rollouts_every:
             return
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
-        prompts = {g.group_id: text_of(g.rollouts[0].request.prompt_tokens) for g in groups if g.rollouts}
-        rows = [(g.group_id, r) for g in groups for r in g.rollouts]
-        columns: dict[str, Any] = {
-            "step": pa.array([step] * len(rows), pa.int32()),
-            "group": pa.array([group for group, _ in rows], pa.int64()),
-            "sample": pa.array([r.request.sample for _, r in rows], pa.int32()),
-            "prompt": pa.array([prompts[group] for group, _ in rows], pa.string()),
-            "response": pa.array([r.text for _, r in rows], pa.string()),
-            "reward": pa.array([r.reward for _, r in rows], pa.float64()),
-            "scored": pa.array([r.scored for _, r in rows], pa.bool_()),
-            "tokens": pa.array([r.tokens_R.tolist() for _, r in rows], pa.list_(pa.int32())),
-            "logp": pa.array([r.logp_R.tolist() for _, r in rows], pa.list_(pa.float32())),
-            "version": pa.array([r.version_R.tolist() for _, r in rows], pa.list_(pa.int64())),
-            "finish": pa.array([r.finish for _, r in rows], pa.string()),
-        }
-        path = self.folder / "rollouts" / f"step_{step:06d}.parquet"
+        path = self.folder / "rollouts" / file_name(step)
         temporary = path.with_name(f".{path.name}.partial")
         with writing(path):
-            pq.write_table(pa.table(columns), temporary, compression="zstd")
+            pq.write_table(table_of(step, groups, text_of, learned=learned), temporary, compression="zstd")
             os.replace(temporary, path)
 
     def sync(self) -> None:
@@ -213,6 +205,11 @@ def read_metrics(folder: Path) -> list[dict[str, Value]]:
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"{path}, line {i + 1} is not a line of a run: {line[:80]!r}") from error
     return found
+
+
+def num_lines(path: Path) -> int:
+    """Whole lines of a file; 0 if there is none."""
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def check_whole(folder: Path, num_steps: int) -> None:

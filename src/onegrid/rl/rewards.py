@@ -64,25 +64,58 @@ class Submits(Protocol):
         ...
 
 
-def score_rollouts(task: Task, groups: Sequence[Group], *, prompts: Iterable[Prompt]) -> list[Group]:
-    """The groups with every rollout scored. A rollout whose verifier raised, or gave None or NaN or Inf, has reward
-    None.
+class Scorer:
+    """Scores the groups of one call of the sampler, each as soon as it is whole.
 
-    task     one that can `submit` scores all groups at the same time
-    prompts  those that the rollouts answer, found by prompt_index
-    Raises TaskError if there are rollouts and none could be scored: that is a broken verifier, not a weak model.
+    task        one that can `submit` scores all groups at the same time, and while others are generated
+    prompts     those that the rollouts answer, found by prompt_index
+    group_size  rollouts of each prompt
     """
-    by_index = {prompt.prompt_index: prompt for prompt in prompts}
-    begun = [_begin(task, [(_prompt_of(r, by_index), r.text) for r in group.rollouts]) for group in groups]
-    reasons: list[str] = []
-    scored = []
-    for group, verdicts in zip(groups, begun, strict=True):
-        rollouts = [_scored(r, v, reasons) for r, v in zip(group.rollouts, verdicts(), strict=True)]
-        scored.append(replace(group, rollouts=tuple(rollouts)))
-    num_rollouts = sum(len(group.rollouts) for group in groups)
-    if num_rollouts and len(reasons) == num_rollouts:
-        raise TaskError(f"none of {num_rollouts} rollouts could be scored; the first because: {reasons[0]}")
-    return scored
+
+    def __init__(self, task: Task, prompts: Iterable[Prompt], *, group_size: int) -> None:
+        self._task, self._size = task, group_size
+        self._prompts = {prompt.prompt_index: prompt for prompt in prompts}
+        self._ended: dict[int, list[Rollout]] = {}
+        self._begun: dict[int, Callable[[], list[Verdict]]] = {}
+
+    def finished(self, rollout: Rollout) -> None:
+        """Takes one rollout; the last of its group has the group scored. In any order, by a sampler that tells."""
+        index = rollout.request.prompt_index
+        ended = self._ended.setdefault(index, [])
+        ended.append(rollout)
+        if len(ended) == self._size:
+            self._begun[index] = self._begin(sorted(self._ended.pop(index), key=lambda r: r.request.sample))
+
+    def scored(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups with every rollout scored. A rollout whose verifier raised, or gave None or NaN or Inf, has reward
+        None. What `finished` has not seen whole is scored now.
+
+        Raises TaskError if there are rollouts and none could be scored: that is a broken verifier, not a weak model.
+        """
+        for group in groups:
+            if group.group_id not in self._begun:
+                self._begun[group.group_id] = self._begin(group.rollouts)
+        reasons: list[str] = []
+        scored = []
+        for group in groups:
+            verdicts = self._begun[group.group_id]()
+            rollouts = [_scored(r, v, reasons) for r, v in zip(group.rollouts, verdicts, strict=True)]
+            scored.append(replace(group, rollouts=tuple(rollouts)))
+        num_rollouts = sum(len(group.rollouts) for group in groups)
+        if num_rollouts and len(reasons) == num_rollouts:
+            raise TaskError(f"none of {num_rollouts} rollouts could be scored; the first because: {reasons[0]}")
+        return scored
+
+    def _begin(self, rollouts: Sequence[Rollout]) -> Callable[[], list[Verdict]]:
+        task, answered = self._task, [(_prompt_of(r, self._prompts), r.text) for r in rollouts]
+        if isinstance(task, Submits):
+            return task.submit(answered).verdicts
+        return lambda: [_verdict(task, prompt, text) for prompt, text in answered]
+
+
+def score_rollouts(task: Task, groups: Sequence[Group], *, prompts: Iterable[Prompt]) -> list[Group]:
+    """`Scorer.scored` of groups that are all there."""
+    return Scorer(task, prompts, group_size=0).scored(groups)
 
 
 def _prompt_of(rollout: Rollout, by_index: dict[int, Prompt]) -> Prompt:
@@ -92,12 +125,6 @@ def _prompt_of(rollout: Rollout, by_index: dict[int, Prompt]) -> Prompt:
             f"a rollout answers prompt {index}, which is not among the {len(by_index)} prompts of this step"
         )
     return by_index[index]
-
-
-def _begin(task: Task, answered: list[tuple[Prompt, str]]) -> Callable[[], list[Verdict]]:
-    if isinstance(task, Submits):
-        return task.submit(answered).verdicts
-    return lambda: [_verdict(task, prompt, text) for prompt, text in answered]
 
 
 def _verdict(task: Task, prompt: Prompt, text: str) -> Verdict:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from onegrid.errors import ConfigError, TaskError
 from onegrid.rl.rewards import verify_integer
@@ -63,6 +64,34 @@ class Task(Protocol):
     def score(self, prompt: Prompt, text: str) -> float | None:
         """Reward of a completion; None if it cannot be scored, which is not the same as wrong."""
         ...
+
+
+@runtime_checkable
+class Summarizes(Protocol):
+    """A task that read something and can say what became of it."""
+
+    def summary(self) -> str:
+        """In one line."""
+        ...
+
+
+@runtime_checkable
+class Closes(Protocol):
+    """A task that holds processes or files."""
+
+    def close(self) -> None:
+        """Let go of them."""
+        ...
+
+
+@contextmanager
+def closing_task(task: Task) -> Iterator[None]:
+    """Ends, however the block ends, what the task holds."""
+    try:
+        yield
+    finally:
+        if isinstance(task, Closes):
+            task.close()
 
 
 def is_held_out(problem: str) -> bool:

@@ -6,7 +6,7 @@ loop know one kind of sampler.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -67,8 +67,14 @@ class Sampler(Protocol):
     def describe(self) -> dict[str, Live]:
         """Every canonical tensor as it is live."""
 
-    def generate(self, requests: Sequence[Request]) -> list[Rollout]:
-        """One rollout per request, in the order of the requests."""
+    def generate(
+        self, requests: Sequence[Request], on_finished: Callable[[Rollout], None] | None = None
+    ) -> list[Rollout]:
+        """One rollout per request, in the order of the requests.
+
+        on_finished  is told of each rollout as it ends, in any order, so that scoring need not wait for the last. What
+                     it raises ends the call.
+        """
 
     def begin(self, manifest: Manifest) -> None:
         """Open a transaction. SyncError if the manifest does not fit what is live."""

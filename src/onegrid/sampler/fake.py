@@ -6,7 +6,7 @@ go wrong in the ways that engines go wrong; `FAULTS` lists them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -125,11 +125,18 @@ class FakeSampler:
             for name, x in tensors.items()
         }
 
-    def generate(self, requests: Sequence[Request]) -> list[Rollout]:
-        """One after another."""
+    def generate(
+        self, requests: Sequence[Request], on_finished: Callable[[Rollout], None] | None = None
+    ) -> list[Rollout]:
+        """One after another, the last first, so that nobody comes to rely on an order."""
         version = self._serving()
         self.intake.settle()
-        return [self._complete(request, version) for request in requests]
+        rollouts = []
+        for request in reversed(requests):
+            rollouts.append(self._complete(request, version))
+            if on_finished is not None:
+                on_finished(rollouts[-1])
+        return rollouts[::-1]
 
     def probe(self, prompts: Sequence[Sequence[int]], captured: bool = False) -> list[Tensor]:
         """captured replays the graph: the addresses that the operands had when this object was made."""

@@ -138,9 +138,9 @@ def _note_time(bench: Bench, clock: dict[str, Any]) -> None:
         clock.update(begin=time.perf_counter())
         return out
 
-    def generate(original: Callable[..., Any], requests: Any) -> Any:
+    def generate(original: Callable[..., Any], *arguments: Any) -> Any:
         clock.update(begin=time.perf_counter(), phase="step")
-        return original(requests)
+        return original(*arguments)
 
     wrap(bench.learner, "step", step)
     wrap(bench.sampler, "generate", generate)

@@ -20,7 +20,8 @@ from onegrid.rl import checkpoint
 from onegrid.rl.characters import CharacterTokenizer
 from onegrid.rl.dynamic import DynamicConfig
 from onegrid.rl.evaluate import EvalConfig
-from onegrid.rl.loop import LoopConfig, train
+from onegrid.rl.loop import train
+from onegrid.rl.loop_config import LoopConfig
 from onegrid.rl.old_policy import CorrectionConfig
 from onegrid.rl.progress import Display
 from onegrid.rl.record import Record, RecordConfig

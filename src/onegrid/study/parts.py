@@ -21,6 +21,7 @@ from onegrid.ops.memory import keep_freed_memory
 from onegrid.ops.selftest import Proof, require, self_test
 from onegrid.ops.table import Kernels
 from onegrid.recipe import Plan, preset, recipe_from_dict, resolve
+from onegrid.rl.debug import from_folder
 from onegrid.rl.problems import at_folder, make_task
 from onegrid.rl.tasks import Task, Tokenizer
 from onegrid.rl.tokenizer import load_tokenizer, stop_tokens
@@ -79,6 +80,7 @@ def design(config: RunConfig, base: Path) -> Design:
             sampling=sampling,
             task=at_folder(config.task, base),
             learner=_adapted(config.learner, spec, base),
+            debug=from_folder(config.debug, base),
         ),
         hf_config=hf_config,
         spec=spec,

@@ -20,7 +20,7 @@ from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.model.weights import save_weights
 from onegrid.recipe import preset, resolve
 from onegrid.rl.characters import CharacterTokenizer
-from onegrid.rl.evaluate import evaluate
+from onegrid.rl.evaluate import EvalConfig, evaluate
 from onegrid.rl.loop import snapshot
 from onegrid.rl.supervised import answered, supervised_step
 from onegrid.rl.tasks import ArithmeticTask
@@ -88,12 +88,13 @@ def make_start(
     sampler = Engine(live, SamplerConfig(max_slots=256, max_len=16), decode_text=tokenizer.decode)
     task = ArithmeticTask(tokenizer, num_prompts=256, seed=seed, digits=2)
     sampling = Sampling(max_new_tokens=5, stop_token_ids=(tokenizer.eos_token_id,))
+    problems = EvalConfig(num_problems=512)
     began, accuracy = time.perf_counter(), 0.0
     for step in range(1, max_steps + 1):
         metrics = supervised_step(learner, answered(task.prompts(step), tokenizer, end_token_id=tokenizer.eos_token_id))
         if step % every == 0:
             push(snapshot(learner), sampler)
-            accuracy = evaluate(task, sampler, num_problems=512, sampling=sampling)["eval/held_out/accuracy"]
+            accuracy = evaluate(task, sampler, problems, sampling=sampling)["eval/held_out/accuracy"]
             seconds = time.perf_counter() - began
             print(
                 f"step {step:4d}  loss {metrics['train/loss']:.4f}  held-out {accuracy:.3f}  {seconds:.0f} s",
