@@ -283,7 +283,7 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(tmp_path):
         lora_learner("dense", "bf16", targets=("q_proj",), rank=3, adapter=folder)
     with pytest.raises(WeightsError, match=r"lora_alpha = 8, but learner\.lora\.alpha is 9\.0"):
         lora_learner("dense", "bf16", targets=("q_proj",), alpha=9.0, adapter=folder)
-    with pytest.raises(WeightsError, match="missing .*k_proj"):
+    with pytest.raises(WeightsError, match=r"missing .*k_proj"):
         lora_learner("dense", "bf16", targets=("q_proj", "k_proj"), adapter=folder)
     with pytest.raises(WeightsError, match=r"q_proj\.lora_. of the adapter has shape"):
         lora_learner("moe", "bf16", targets=("q_proj",), adapter=_wide(tmp_path))

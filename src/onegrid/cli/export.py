@@ -30,9 +30,8 @@ def run(checkpoint: Path, target: Path, *, adapter: bool) -> None:
     learner.load_state_dict(checkpoints.load(folder)["learner"])
     if adapter and learner.adapters:
         write_adapter(learner.adapters, str(source), target)
-        print(
-            f"{target}: adapter of version {learner.version} for {source.name}, {learner.adapters.num_modules()} modules"
-        )
+        count = learner.adapters.num_modules()
+        print(f"{target}: adapter of version {learner.version} for {source.name}, {count} modules")
         return
     export_weights(learner.tensors(), source, target)
     print(f"{target}: version {learner.version} of {source.name}, in BF16")
