@@ -36,6 +36,7 @@ from onegrid.sampler.intake import Intake
 from onegrid.sampler.prefill import Model, chunks, prefill
 from onegrid.sampler.remote import RemoteConfig
 from onegrid.sampler.stops import DecodeText
+from onegrid.sampler.vllm.config import VllmConfig
 from onegrid.types import Bucket, Manifest, Request, Rollout, Sampling
 
 KEPT = ("record", "refuse")
@@ -45,10 +46,11 @@ KEPT = ("record", "refuse")
 class SamplerConfig:
     """Which sampler, and its sizes. None of the sizes changes a token."""
 
-    engine: Literal["embedded", "remote"] = "embedded"
+    engine: Literal["embedded", "remote", "vllm"] = "embedded"
     """"embedded": in this process, with the learner's own operations. "remote": behind HTTP; see `[sampler.remote]`,
-    and give the sizes to `onegrid serve` there."""
+    and give the sizes to `onegrid serve` there. "vllm": vLLM on this machine; see `[sampler.vllm]`."""
     remote: RemoteConfig = field(default_factory=RemoteConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
     max_slots: int = 128
     """Completions that run at once."""
     max_len: int = 1024

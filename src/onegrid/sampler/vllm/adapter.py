@@ -8,7 +8,7 @@ into the engine through its own reload functions, in place. What serves is then 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +75,26 @@ class VllmSampler:
         self.store.ask = self.engine.ask
         self.asleep = False
         self._canary: int | None = None
-        if loaded is not None:
-            for name, tensor in loaded.tensors.items():
-                for part, live in self.store.parts(name).items():
-                    live.copy_(parts_of(tensor)[part])
-            self.engine.ask("onegrid_remember")
-            self.store.verify()
-        self.intake = Intake(self.store, plan_digest=plan.digest, version=None if loaded is None else loaded.version)
+        self.intake = Intake(self.store, plan_digest=plan.digest)
+        try:
+            self._refuse_unknown_kernels()
+            if loaded is not None:
+                self.adopt_loaded(loaded)
+        except BaseException:
+            self.close()
+            raise
+
+    def adopt_loaded(self, loaded: Snapshot) -> None:
+        """The weights that the engine has loaded by itself are those of a version, from here on.
+
+        SyncError (C1 .. C3) naming every tensor that is not, byte for byte; nothing serves then.
+        """
+        for name, tensor in loaded.tensors.items():
+            for part, live in self.store.parts(name).items():
+                live.copy_(parts_of(tensor)[part])
+        self.engine.ask("onegrid_remember")
+        self.store.verify()
+        self.intake = Intake(self.store, plan_digest=self.plan.digest, version=loaded.version)
 
     @property
     def version(self) -> int | None:
@@ -100,8 +113,10 @@ class VllmSampler:
             formats=None,
         )
 
-    def generate(self, requests: Sequence[Request]) -> list[Rollout]:
-        """One rollout per request, in their order. All tokens are of the version that serves: nothing overlaps a sync.
+    def generate(
+        self, requests: Sequence[Request], on_finished: Callable[[Rollout], None] | None = None
+    ) -> list[Rollout]:
+        """See `base.Sampler.generate`; `on_finished` is told when the call is over. All tokens are of the version that serves: nothing overlaps a sync.
 
         CapabilityError for what cannot be done, before anything runs; NonFiniteError naming a request whose
         log-probabilities are not finite; SyncError where no proved version is there.
@@ -113,7 +128,10 @@ class VllmSampler:
         outputs = self.engine.complete(
             [list(request.prompt_tokens) for request in requests], [self._parameters(request) for request in requests]
         )
-        return [self._rollout(*pair, version) for pair in zip(requests, outputs, strict=True)]
+        rollouts = [self._rollout(*pair, version) for pair in zip(requests, outputs, strict=True)]
+        for rollout in rollouts if on_finished is not None else ():
+            on_finished(rollout)  # type: ignore[misc]
+        return rollouts
 
     def probe(self, prompts: Sequence[Sequence[int]], captured: bool = False) -> list[Tensor]:
         """FP32 [V] log-probabilities, at temperature 1, of the token after each prompt. Does not count as serving."""
@@ -136,7 +154,7 @@ class VllmSampler:
 
     def describe(self) -> dict[str, Live]:
         """Every canonical tensor, from the engine's modules, kernels and storage."""
-        answer = self.engine.ask("onegrid_describe")
+        answer = self.engine.ask("onegrid_describe", True)
         return {name: Live(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in answer.items()}
 
     def multiply(self, key: str, x: Tensor) -> Tensor:
@@ -208,6 +226,17 @@ class VllmSampler:
         """Ends the engine and gives everything back."""
         self.engine.close()
         self.store.close()
+
+    def _refuse_unknown_kernels(self) -> None:
+        """What nobody can audit does not start, unless the configuration says so."""
+        told = self.engine.ask("onegrid_describe", False)
+        unknown = {name: entry["kernel"] for name, entry in told.items() if entry["activation"] is None}
+        if unknown and not self.config.allow_unknown_kernel:
+            name, kernel = next(iter(unknown.items()))
+            raise CapabilityError(
+                f"{len(unknown)} tensors are read by kernels whose handling of inputs this adapter does not know, the "
+                f"first: {name} by {kernel}; set sampler.vllm.allow_unknown_kernel = true to serve with them all the same"
+            )
 
     def _serving(self) -> int:
         if self.version is None or not self.intake.serving:

@@ -31,7 +31,7 @@ class VllmConfig:
     """Memory of the key/value cache."""
     prefix_cache: bool = True
     """Share the prefixes of prompts. They are dropped with every version."""
-    sleep_level: Literal[0, 1, 2] = 0
+    sleep_level: int = 0
     """What sleep gives back: 0 nothing, 1 weights to the host and the cache, 2 both dropped; weights are then loaded
     again from the canonical bytes. vLLM does this on GPUs only."""
     emulate: bool = False
@@ -46,6 +46,8 @@ class VllmConfig:
     def __post_init__(self) -> None:
         if self.kv_cache_bytes < 1 << 20:
             raise ConfigError(f"kv_cache_bytes is {self.kv_cache_bytes}; it must be at least 1 MiB ({1 << 20})")
+        if self.sleep_level not in (0, 1, 2):
+            raise ConfigError(f"sleep_level is {self.sleep_level}; it must be 0, 1 or 2")
         if self.emulate and self.apart:
             raise ConfigError("emulate registers kernels in this process; it cannot be combined with apart")
         taken = {"model", "worker_extension_cls", "logprobs_mode", "load_format", "dtype", "quantization"}

@@ -116,11 +116,24 @@ class Launched:
 
         if not prompts:
             return []
-        return self.engine.generate(
-            [{"prompt_token_ids": list(prompt)} for prompt in prompts],
-            [SamplingParams(detokenize=False, **p) for p in parameters],
-            use_tqdm=False,
-        )
+        try:
+            return self.engine.generate(
+                [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+                [SamplingParams(detokenize=False, **p) for p in parameters],
+                use_tqdm=False,
+            )
+        except BaseException as error:
+            self._abort_all()
+            if isinstance(error, Exception):
+                raise CapabilityError(f"vLLM failed while it generated: {type(error).__name__}: {error}") from error
+            raise
+
+    def _abort_all(self) -> None:
+        """Leaves no request of a call that was interrupted in the engine, whose answers would come with the next."""
+        engine = self.engine.llm_engine
+        waiting = list(engine.output_processor.request_states)
+        if waiting:
+            engine.abort_request(waiting)
 
     def reset_prefix_cache(self) -> None:
         """Asks the engine to drop its prefix cache. Whether it did is for `canary` to find out."""

@@ -1,8 +1,8 @@
 """Canonical bytes into a live model, through vLLM's own layer-by-layer reload, into the storage that it has.
 
-Three things that reload does not do, found by `verify` on vLLM 0.32 and done here: experts whose kernel exists are not
-packed again on a CPU, the copy of the embedding that a tied head's kernel keeps is not renewed, and an interrupted
-reload leaves layers half restored.
+What that reload does not do is done here. Experts whose kernel exists are not packed again on a CPU (vLLM 0.32; without
+this, `verify` finds plain weights in packed storage after every update). The copy of the embedding that the kernel of a
+tied head may keep is not renewed. An interrupted reload leaves layers half restored.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
 """Proof that an engine holds what it was given: every canonical tensor, at its place, as the kernels read it.
 
-Three ways, and every tensor goes at least one of them:
+Four ways, and every tensor goes at least one of them:
 
 * plain storage is compared with the values themselves, row by row of the fused matrix;
 * a layer with a layout of its own is compared, byte for byte, with a twin that the engine's code makes of the
   canonical bytes (`twin.py`);
+* codes that the engine has made itself (road "online") are compared with the plan's, code by code;
 * a linear whose kernel keeps its weight out of sight (oneDNN), or reads codes, is multiplied with the identity: the
   product is the weight that the kernel reads. Exact for unquantized and MX weights, since every sum has one term that
   is not zero; else within 2^-6 of the value, four roundings to 8 bits (input, scale, product, output) of 2^-8 or less.
+  NVFP4 gets 6 times the identity, which its inputs hold exactly.
 
 What belongs to no canonical tensor (tables of rotary embeddings, scales of the cache) must not change at all.
 """
@@ -109,6 +111,8 @@ def _module(inside: Inside, module: nn.Module, places: dict[str, Place]) -> list
         faults = _as_twin(inside, module, places)
     else:
         faults = [f for name in names for f in _stored(inside, module, name, places[name])]
+    if inside.road == "online" and not is_plain(module) and not faults:
+        faults += _codes(inside, module, places)
     weights = {name: place for name, place in places.items() if place.leaf == "weight" and len(place.shape) == 2}
     reads_elsewhere = "cpu_linear" in module.__dict__ or not is_plain(module)
     is_linear = places[names[0]].expert is None and hasattr(module, "quant_method")
@@ -164,6 +168,34 @@ def _as_twin(inside: Inside, module: nn.Module, places: dict[str, Place]) -> lis
     return list(dict.fromkeys(faults))
 
 
+def _codes(inside: Inside, module: nn.Module, places: dict[str, Place]) -> list[Fault]:
+    """Codes that the engine has made itself, against the plan's, where they are stored as [N, K] or [K, N] bytes.
+
+    A layout that is not understood is a fault, since then nobody knows on which grid the engine is; except decoded
+    values, which the product with the identity compares.
+    """
+    faults: list[Fault] = []
+    for name, place in places.items():
+        canonical = inside.tensors[name]
+        if isinstance(canonical, Tensor):
+            continue
+        leaf = "weight" if place.expert is None else ("w2_weight" if place.shard == "w2" else "w13_weight")
+        live = module._parameters[leaf]
+        assert live is not None
+        if live.element_size() > 1 and place.expert is None:
+            continue
+        held = live if place.expert is None else live[place.expert]
+        if held.dim() != 2 or held.element_size() > 1 or place.shape[1] not in held.shape:
+            faults.append((name, "C2", f"its codes are kept as {tuple(live.shape)} {live.dtype}, which cannot be read"))
+            continue
+        rows = held if held.shape[1] == place.shape[1] else held.T
+        codes = rows[place.start : place.start + place.shape[0]].contiguous().view(torch.uint8)
+        wrong = int((codes != canonical.codes.to(codes.device)).sum())
+        if wrong:
+            faults.append((name, "C2", f"{wrong} codes that the engine made are not the plan's: its own rounding"))
+    return faults
+
+
 def _differing(live: Tensor, want: Tensor, places: dict[str, Place]) -> list[str]:
     """Names whose rows, experts or columns differ; all of them where that cannot be told."""
     if live.shape != want.shape or live.dtype != want.dtype:
@@ -194,9 +226,10 @@ def _through_kernel(inside: Inside, module: nn.Module, places: dict[str, Place])
     width = next(iter(places.values())).shape[1]
     want = {name: values_of(inside.tensors[name], torch.float32) for name in places}
     wrong = dict.fromkeys(places, 0)
+    unit = 6.0 if any("nvfp4" in (inside.plan[name].sampler_weight or "") for name in places) else 1.0
     for start in range(0, width, IDENTITY_ROWS):
         stop = min(start + IDENTITY_ROWS, width)
-        out = product(module, identity(start, stop, width, like=module, dtype=inside.dtype)).float()
+        out = product(module, unit * identity(start, stop, width, like=module, dtype=inside.dtype)).float() / unit
         for name, place in places.items():
             got = out[:, place.start : place.start + place.shape[0]].T
             wanted = want[name][:, start:stop].to(got.device)

@@ -1,4 +1,4 @@
-"""Canonical tensors in the words of a checkpoint that vLLM loads: keys and tensors, and the configuration beside them."""
+"""Canonical tensors in the words of a checkpoint that vLLM loads: keys, tensors, and the configuration beside them."""
 
 from __future__ import annotations
 

@@ -64,14 +64,14 @@ class OnegridWorker:
         with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
             return verify(self._onegrid)
 
-    def onegrid_describe(self) -> dict[str, dict[str, Any]]:
+    def onegrid_describe(self, prove: bool) -> dict[str, dict[str, Any]]:
         """See `live.describe`."""
         from vllm.config import set_current_vllm_config
 
         from onegrid.sampler.vllm.live import describe
 
         with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
-            return describe(self._onegrid)
+            return describe(self._onegrid, prove)
 
     def onegrid_multiply(self, key: str) -> None:
         """Replaces the matrix in the exchange file by its product with one linear, bias included."""
