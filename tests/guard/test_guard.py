@@ -14,7 +14,8 @@ from onegrid.guard.fallback import with_bf16
 from onegrid.guard.freshness import fresh_sampler, fresh_tokens
 from onegrid.guard.guard import CHECKS, GuardConfig, check_step, guard_of
 from onegrid.guard.injection import after_derive, after_load, wrap
-from onegrid.guard.selfcheck import due, linears, turns
+from onegrid.guard.selfcheck import linears
+from onegrid.guard.turns import due, turns
 from onegrid.guard.verdict import FailedChecks, closed, passed
 from onegrid.study.corruptions import whole
 from onegrid.types import Batch, Request, Sampling

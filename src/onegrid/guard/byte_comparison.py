@@ -1,45 +1,44 @@
 """Byte comparison on the learner (C2): what its forward reads is what it publishes, and that is its own masters' grid.
 
-Three links: the codes equal a second quantization of the masters, the operands equal a second derivation from those
-codes, and every linear reads those operands, with the backward mode of the plan.
+Three links, every tensor. Masters to codes: torch has not written to a master since its codes were made, and the codes
+have the digest that they were made with. Codes to operands: both have the digests of their receipt (`model.receipts`).
+Operands to linears: every linear reads these operands, with the backward mode of the plan. Where something is not as it
+was, codes are quantized again and compared byte for byte. What none of it sees, a making that does not repeat or memory
+of a master that changed by itself, is found in turns: with n storage keys, m a synchronization are quantized and
+derived again whatever their digests say, each within ceil(n / m) synchronizations.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 
 from onegrid.errors import SyncError
 from onegrid.guard.locate import first_difference
+from onegrid.guard.turns import due
 from onegrid.guard.verdict import Verdict, closed, failed, passed, shorten
 from onegrid.learner.learner import Learner
 from onegrid.model.canonical import parts_of, raw_bytes
 from onegrid.model.publish import publish
+from onegrid.model.receipts import canonical_parts, sums_of
 from onegrid.model.stacks import is_stack
 
 CHECK, CONDITION = "bytes", "C2"
 
 
 @torch.no_grad()
-def compare_bytes(learner: Learner) -> Verdict:
-    """Masters to codes to operands to linears, every tensor, byte for byte."""
-    return closed(CHECK, CONDITION, lambda: _compare(learner))
+def compare_bytes(learner: Learner, *, per_sync: int = 1) -> Verdict:
+    """Masters to codes to operands to linears, every tensor. per_sync  keys that are made again in any case."""
+    return closed(CHECK, CONDITION, lambda: _compare(learner, per_sync))
 
 
-def _compare(learner: Learner) -> Verdict:
+def _compare(learner: Learner, per_sync: int) -> Verdict:
     live, plan = learner.live, learner.plan
-    wrong: list[str] = []
-    where: list[str] = []
-    values = {key: master.detach().to(torch.bfloat16) for key, master in learner.masters.items()}
-    for key, again in publish(values, learner.keys, plan, side="learner").items():
-        parts, held = parts_of(again), parts_of(live.held[key])
-        if all(torch.equal(raw_bytes(held[part]), raw_bytes(x.contiguous())) for part, x in parts.items()):
-            continue
-        for index, name in enumerate(learner.keys[key]):
-            expected = {part: x[index] if is_stack(key) else x for part, x in parts.items()}
-            found = first_difference(live.canonical(name), expected, live.parts(name))
-            if found is not None:
-                wrong.append(name)
-                where.append(f"{name}: {found}")
+    canonical = dict(zip(live.held, sums_of([canonical_parts(x) for x in live.held.values()]), strict=True))
+    turn = due(list(learner.masters), version=learner.version, per_sync=per_sync)
+    in_doubt = [k for k, m in learner.masters.items() if learner.written.get(k) != (m._version, canonical[k])]
+    wrong, where = _requantized(learner, [*in_doubt, *turn])
     if wrong:
         return failed(
             CHECK,
@@ -52,7 +51,8 @@ def _compare(learner: Learner) -> Verdict:
             "after which it did not quantize, or memory that was overwritten",
         )
     try:
-        live.verify()
+        live.verify_operands(canonical)
+        live.rederive(turn)
     except SyncError as error:
         return failed(
             CHECK,
@@ -85,3 +85,27 @@ def _compare(learner: Learner) -> Verdict:
             cause="a backward mode that was asked for and is not the one that runs",
         )
     return passed(CHECK, CONDITION)
+
+
+def _requantized(learner: Learner, keys: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Names whose codes are not those of a second quantization of `keys`, and where they differ first."""
+    keys = _with_partners(learner, set(keys))
+    values = {key: m.detach().to(torch.bfloat16) for key, m in learner.masters.items() if key in keys}
+    differing: dict[str, str] = {}
+    for key, again in publish(values, learner.keys, learner.plan, side="learner").items():
+        parts, held = parts_of(again), parts_of(learner.live.held[key])
+        if all(torch.equal(raw_bytes(held[part]), raw_bytes(x.contiguous())) for part, x in parts.items()):
+            continue
+        for index, name in enumerate(learner.keys[key]):
+            expected = {part: x[index] if is_stack(key) else x for part, x in parts.items()}
+            found = first_difference(learner.live.canonical(name), expected, learner.live.parts(name))
+            if found is not None:
+                differing[name] = f"{name}: {found}"
+    return list(differing), list(differing.values())
+
+
+def _with_partners(learner: Learner, keys: set[str]) -> set[str]:
+    """`keys`, and those that share a global amax with them."""
+    groups = {key: {learner.plan[name].amax_group for name in names} - {None} for key, names in learner.keys.items()}
+    shared = {group for key in keys for group in groups[key]}
+    return keys | {key for key, mine in groups.items() if mine & shared}

@@ -1,6 +1,8 @@
 """Digest check (C2, C3): every tensor, from the storage that the sampler's kernels read, against the learner's bytes.
 
-A tensor that differs is named down to row and block where the sampler lets its bytes be read.
+Canonical bytes have the manifest's digests. What is derived of them has those of its receipt (`model.receipts`), and
+where both sides derive in one layout, the learner's too: two derivations that know nothing of each other. Some are
+derived again in turns. A tensor that differs is named down to row and block where the sampler lets its bytes be read.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ from onegrid.errors import CapabilityError, SyncError
 from onegrid.formats import digest
 from onegrid.guard.causes import cause_of
 from onegrid.guard.locate import first_difference
+from onegrid.guard.turns import due
 from onegrid.guard.verdict import Verdict, closed, could_not_tell, failed, passed, shorten
 from onegrid.model.canonical import Snapshot, parts_of
+from onegrid.model.receipts import Receipt
 from onegrid.sampler.base import Sampler
 from onegrid.sampler.intake import expected_digests
 from onegrid.types import Manifest
@@ -25,16 +29,35 @@ LOOKED_AT = 4
 
 
 def compare_digests(
-    manifest: Manifest, sampler: Sampler, snapshot: Snapshot, *, previous: Manifest | None = None
+    manifest: Manifest,
+    sampler: Sampler,
+    snapshot: Snapshot,
+    *,
+    previous: Manifest | None = None,
+    receipts: Mapping[str, Receipt] | None = None,
+    per_sync: int = 1,
 ) -> Verdict:
-    """The learner's digests against the sampler's, all tensors. `previous` helps to tell a stale tensor."""
-    return closed(CHECK, CONDITION, lambda: _compare(manifest, sampler, snapshot, previous))
+    """The learner's digests against the sampler's, all tensors.
+
+    previous  helps to tell a stale tensor
+    receipts  of the learner's own derivations
+    per_sync  how many are derived again in any case
+    """
+    return closed(CHECK, CONDITION, lambda: _compare(manifest, sampler, snapshot, previous, receipts or {}, per_sync))
 
 
-def _compare(manifest: Manifest, sampler: Sampler, snapshot: Snapshot, previous: Manifest | None) -> Verdict:
+def _compare(
+    manifest: Manifest,
+    sampler: Sampler,
+    snapshot: Snapshot,
+    previous: Manifest | None,
+    receipts: Mapping[str, Receipt],
+    per_sync: int,
+) -> Verdict:
     expected = expected_digests(manifest)
     try:
         found = sampler.digest(expected)
+        _compare_derived(sampler, receipts, version=manifest.version, per_sync=per_sync)
     except SyncError as error:
         cause = _STALE if error.condition == "C3" else ""
         return failed(
@@ -51,6 +74,27 @@ def _compare(manifest: Manifest, sampler: Sampler, snapshot: Snapshot, previous:
     if not wrong:
         return passed(CHECK, CONDITION, found=f"{len(expected)} tensors")
     return differing(wrong, sampler, snapshot, previous=previous)
+
+
+def _compare_derived(sampler: Sampler, receipts: Mapping[str, Receipt], *, version: int, per_sync: int) -> None:
+    """SyncError C3 where the two sides derived different bytes, or a second derivation gives others than the first."""
+    derived = getattr(sampler, "derived", None)
+    if derived is None:
+        return
+    theirs: Mapping[str, Receipt] = derived()
+    apart = [
+        key
+        for key, mine in receipts.items()
+        if key in theirs and theirs[key].layout == mine.layout and theirs[key].product != mine.product
+        if theirs[key].source == mine.source
+    ]
+    sampler.rederive([*apart, *due(list(theirs), version=version, per_sync=per_sync)])  # type: ignore[attr-defined]
+    if apart:
+        raise SyncError(
+            f"learner and sampler derived different operands of the same codes: {shorten(apart)}",
+            condition="C3",
+            tensors=tuple(apart),
+        )
 
 
 def differing(

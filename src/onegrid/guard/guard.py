@@ -43,8 +43,10 @@ class GuardConfig:
     and go on, which the record says."""
     unknown: Literal["stop", "record"] = "stop"
     """What `could not tell` does: stop as a failure does, or only stand in the record."""
-    linears_per_sync: int = 4
-    """How many linears the self-check takes each time, all experts of a layer counting as one."""
+    linears_per_sync: int = 2
+    """How many linears the self-check takes each time, all experts of a layer counting as one; so many storage keys
+    are also quantized and derived again on both sides, whatever their digests say. All have their turn in so many
+    synchronizations as this goes into their number."""
     probe_band: float | None = None
     """Largest difference (nats) of a probe from an engine that promises no bits."""
     calibration: str = ""
@@ -187,7 +189,9 @@ def _helped(report: GuardReport, error: FailedChecks, action: str) -> GuardRepor
 
 def _attempt(learner: Learner, sampler: Sampler, guard: Guard) -> GuardReport:
     snapshot = Snapshot(version=learner.version, plan_digest=learner.plan.digest, tensors=learner.canonical())
-    verdicts = [byte_comparison.compare_bytes(learner)] if guard.runs("bytes") else []
+    verdicts = (
+        [byte_comparison.compare_bytes(learner, per_sync=guard.config.linears_per_sync)] if guard.runs("bytes") else []
+    )
     guard.seen = verdicts
     answers: list[Tensor] = []
 
@@ -223,7 +227,16 @@ def _examine(
     if guard.runs("audit"):
         out.append(audit.audit(learner.plan, sampler))
     if guard.runs("digest"):
-        out.append(digests.compare_digests(manifest, sampler, snapshot, previous=before))
+        out.append(
+            digests.compare_digests(
+                manifest,
+                sampler,
+                snapshot,
+                previous=before,
+                receipts=learner.live.receipts,
+                per_sync=guard.config.linears_per_sync,
+            )
+        )
     if guard.runs("selfcheck"):
         out.append(selfcheck.selfcheck(learner.plan, sampler, snapshot, per_sync=guard.config.linears_per_sync))
     if guard.runs("probe"):

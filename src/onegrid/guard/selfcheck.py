@@ -5,19 +5,21 @@ turns by version, so that with n of them and m a synchronization each one, with 
 ceil(n / m) synchronizations.
 
 Bound. With u = 2^-23 (tensor cores truncate; FP32 arithmetic rounds at 2^-24), a sum of K exact products in any order
-is within (K + 16) u sum |a||w| of the true one, where 16 covers factors and bias; one rounding to BF16 adds 2^-8 |y|.
-Higham, Accuracy and Stability of Numerical Algorithms (2002), section 3.1.
+is within (K + 16) u sum |a||w| of the true one, where 16 covers factors and bias, and the sum is at most |a| |w| in
+Euclidean norms; one rounding to BF16 adds 2^-8 |y|. Higham, Accuracy and Stability of Numerical Algorithms (2002),
+section 3.1.
 """
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from onegrid.formats import QUANTIZERS, QuantTensor, dequantize, quantize
+from onegrid.guard.turns import due
 from onegrid.guard.verdict import Verdict, closed, could_not_tell, failed, passed
 from onegrid.model.canonical import Canonical, Snapshot
 from onegrid.model.stacks import is_stack, stack_key
@@ -27,19 +29,6 @@ from onegrid.sampler.base import Sampler
 CHECK, CONDITION = "selfcheck", "C3"
 UNIT = 2.0**-23
 ROWS = 16
-
-
-def due(keys: Sequence[str], *, version: int, per_sync: int) -> list[str]:
-    """The linears whose turn it is at `version`."""
-    if not keys:
-        return []
-    count = min(per_sync, len(keys))
-    return [keys[(version * count + i) % len(keys)] for i in range(count)]
-
-
-def turns(num_keys: int, per_sync: int) -> int:
-    """Within how many synchronizations every linear has its turn."""
-    return math.ceil(num_keys / max(1, per_sync))
 
 
 def linears(plan: Plan) -> dict[str, list[str]]:
@@ -69,10 +58,13 @@ def _check(plan: Plan, sampler: Sampler, snapshot: Snapshot, per_sync: int) -> V
         names = keys[key]
         x = _inputs(plan[names[0]].shape[1], len(names) if is_stack(key) else None, snapshot)
         y = multiply(key, x)
-        for index, name in enumerate(names):
-            x_MK, y_MN = (x[index], y[index]) if is_stack(key) else (x, y)
-            bias = snapshot.tensors.get(name.removesuffix("weight") + "bias")
-            excess = _excess(x_MK, y_MN, snapshot.tensors[name], plan[name].sampler_activation, bias)
+        bias = [snapshot.tensors.get(name.removesuffix("weight") + "bias") for name in names]
+        weights = [snapshot.tensors[name] for name in names]
+        stacked = is_stack(key)
+        excess_E = _excess(
+            x if stacked else x[None], y if stacked else y[None], weights, plan[names[0]].sampler_activation, bias[0]
+        )
+        for name, excess in zip(names, excess_E.tolist(), strict=True):
             if excess > 1.0:
                 wrong.append(name)
                 where.append(f"{name}: error {excess:.3g} times its bound")
@@ -98,18 +90,34 @@ def _inputs(width: int, num_experts: int | None, snapshot: Snapshot) -> Tensor:
     return x.to(first.codes.device if isinstance(first, QuantTensor) else first.device)
 
 
-def _excess(x_MK: Tensor, y_MN: Tensor, weight: Canonical, activation: str | None, bias: Canonical | None) -> float:
-    """Largest error over its bound; infinite where an output is not finite."""
-    a_MK = x_MK.double() if activation is None else _wide(quantize(x_MK, QUANTIZERS[activation]))
-    w_NK = _wide(weight)
-    want_MN = a_MK @ w_NK.mT
-    size_MN = a_MK.abs() @ w_NK.abs().mT
-    if isinstance(bias, Tensor):
-        want_MN, size_MN = want_MN + bias.double(), size_MN + bias.double().abs()
-    bound_MN = (a_MK.shape[-1] + 16) * UNIT * size_MN + 2.0**-8 * want_MN.abs() + 2.0**-126
-    ratio_MN = (y_MN.double() - want_MN).abs() / bound_MN
-    return math.inf if not bool(torch.isfinite(ratio_MN).all()) else float(ratio_MN.max())
+def _excess(
+    x_EMK: Tensor, y_EMN: Tensor, weights: Sequence[Canonical], activation: str | None, bias_N: Canonical | None
+) -> Tensor:
+    """FP64 [E]: largest error of every matrix over its bound; infinite where an output is not finite."""
+    a_EMK = (x_EMK if activation is None else dequantize(quantize(x_EMK, QUANTIZERS[activation]))).double()
+    w_ENK = _values(weights).double()
+    want_EMN = torch.bmm(a_EMK, w_ENK.mT)
+    size_EMN = a_EMK.norm(dim=-1)[:, :, None] * w_ENK.norm(dim=-1)[:, None, :]
+    if isinstance(bias_N, Tensor):
+        want_EMN, size_EMN = want_EMN + bias_N.double(), size_EMN + bias_N.double().abs()
+    bound_EMN = (a_EMK.shape[-1] + 16) * UNIT * size_EMN + 2.0**-8 * want_EMN.abs() + 2.0**-126
+    ratio_EMN = (y_EMN.double() - want_EMN).abs() / bound_EMN
+    return ratio_EMN.nan_to_num(nan=torch.inf, posinf=torch.inf).amax((-2, -1))
 
 
-def _wide(x: Canonical) -> Tensor:
-    return (dequantize(x) if isinstance(x, QuantTensor) else x).double()
+def _values(weights: Sequence[Canonical]) -> Tensor:
+    """FP32 or BF16 [E, N, K] of tensors of one format and shape, in one go."""
+    first = weights[0]
+    if isinstance(first, Tensor):
+        return torch.stack([w for w in weights if isinstance(w, Tensor)])
+    quantized = [w for w in weights if isinstance(w, QuantTensor)]
+    return dequantize(
+        dataclasses.replace(
+            first,
+            codes=torch.stack([w.codes for w in quantized]),
+            scales=torch.stack([w.scales for w in quantized]),
+            amax=None if first.amax is None else torch.stack([w.amax for w in quantized if w.amax is not None]),
+            factor=None,
+            shape=(len(weights), *first.shape),
+        )
+    )

@@ -26,7 +26,7 @@ from onegrid.model.decoder import decode_rows, head_name
 from onegrid.model.kv import kv_grid
 from onegrid.model.live import LiveWeights
 from onegrid.model.publish import publish
-from onegrid.model.receipts import Receipt, canonical_parts, receipts_of
+from onegrid.model.receipts import canonical_parts, sums_of
 from onegrid.model.rope import rope_table
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.model.stacks import is_stack, stacks
@@ -80,8 +80,8 @@ class Learner:
         self.live.derive()
         self.grad_weights = GradWeights(self.live, self.masters)
         self.align = _alignment(plan)
-        self.receipts: dict[str, Receipt] = {}
-        """From masters to codes, of the last quantization."""
+        self.written: dict[str, tuple[int, int]] = {}
+        """Of the last quantization, by key: how often torch had written to the master, and the digest of its codes."""
         self.rope = rope_table(spec, 0, self.device)
         self.routed: list[Tensor | None] = []
         """Of each micro-batch of the last call: how many recorded experts were found here, of how many."""
@@ -110,9 +110,8 @@ class Learner:
         if self.adapters:
             self.adapters.merge()
         codes = publish(self._values(), self.keys, self.plan, side="learner")
-        self.receipts = receipts_of(
-            (key, [(self.masters[key], "values")], canonical_parts(value)) for key, value in codes.items()
-        )
+        sums = sums_of([canonical_parts(value) for value in codes.values()])
+        self.written = {key: (self.masters[key]._version, made) for key, made in zip(codes, sums, strict=True)}
         for key, value in codes.items():
             self.live.write(key, value)
         self.live.derive()

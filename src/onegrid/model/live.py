@@ -7,7 +7,7 @@ written by anything but `derive`, and `verify` proves that they still follow fro
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from onegrid.errors import CapabilityError, SyncError, WeightsError
 from onegrid.formats import QUANTIZERS, Quantizer, QuantTensor, quantize
 from onegrid.model.canonical import Canonical, parts_of
-from onegrid.model.receipts import Receipt, canonical_parts, doubtful, operand_parts, receipts_of
+from onegrid.model.receipts import Receipt, canonical_parts, operand_parts, receipts_of, sums_of
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.model.stacks import is_stack, stack_key, stacks
 from onegrid.ops.grouped import Dispatch, grouped_matmul, take
@@ -180,8 +180,20 @@ class LiveWeights:
 
         One pass over all storage: what holds the bytes of its receipt is not derived again.
         """
-        stored = ((k, canonical_parts(self.held[k]), operand_parts(o)) for k, o in self.operands.items())
-        in_doubt = doubtful(self.receipts, stored)
+        canonical = dict(
+            zip(self.operands, sums_of([canonical_parts(self.held[k]) for k in self.operands]), strict=True)
+        )
+        self.verify_operands(canonical)
+
+    def verify_operands(self, canonical: Mapping[str, int]) -> None:
+        """As `verify`, where the digests of the canonical bytes are known, by key."""
+        operands = sums_of([operand_parts(o) for o in self.operands.values()])
+        in_doubt = [
+            key
+            for key, operand in zip(self.operands, operands, strict=True)
+            if (receipt := self.receipts.get(key)) is None
+            or (receipt.source, receipt.product) != (canonical[key], operand)
+        ]
         if in_doubt:
             self.rederive(in_doubt)
 
