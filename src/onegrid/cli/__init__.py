@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from onegrid import __version__
+from onegrid.cli.looking import LOOKING
 from onegrid.errors import OnegridError, StoppedError
 
 EPILOG = (
@@ -257,11 +258,59 @@ def faults(
 
 
 @app.command()
+@click.argument("checkpoint", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--recipe", required=True, help="A preset or a TOML file; that of the learner.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to bind; any but loopback needs a token.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
+@click.option("--token-file", type=click.Path(dir_okay=False, path_type=Path), help="File that holds the token.")
+@click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
+@click.option("--max-slots", type=click.IntRange(min=1), default=128, show_default=True, help="Completions at once.")
+@click.option("--max-len", type=click.IntRange(min=1), default=1024, show_default=True, help="Prompt and response.")
+@click.option("--max-body-mib", type=click.IntRange(min=1), default=256, show_default=True, help="Of one request.")
+@click.option("--update-seconds", type=float, default=60.0, show_default=True, help="Silence that ends an update.")
+def serve(
+    checkpoint: Path,
+    recipe: str,
+    host: str,
+    port: int,
+    token_file: Path | None,
+    device: str,
+    max_slots: int,
+    max_len: int,
+    max_body_mib: int,
+    update_seconds: float,
+) -> None:
+    """Serve CHECKPOINT over HTTP: as the sampler of a training elsewhere, and through the OpenAI API.
+
+    A training reaches it with sampler.engine=remote sampler.remote.url=http://HOST:PORT. There is no encryption: across
+    a network that others share, put a proxy or a tunnel in front.
+    """
+    from onegrid.cli.serve import run
+
+    run(
+        checkpoint,
+        recipe,
+        host=host,
+        port=port,
+        token_file=token_file,
+        device=device,
+        max_slots=max_slots,
+        max_len=max_len,
+        max_body_mib=max_body_mib,
+        update_seconds=update_seconds,
+    )
+
+
+@app.command()
 def version() -> None:
     """Print the versions of onegrid and of what its results depend on."""
     from onegrid.cli.version import run
 
     run()
+
+
+for _command in LOOKING:
+    app.add_command(_command)
 
 
 def main() -> None:

@@ -1,0 +1,268 @@
+"""What is drawn: for every chart its lines as numbers from the records, ready for the plotting library of the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from onegrid.report.facts import eval_sets
+from onegrid.report.reading import Run
+
+MAX_POINTS = 2000
+"""Per line; of longer runs every bin of steps shows its smallest and its largest value, so that no peak is lost."""
+
+STAGES = ("rollout", "reference", "logprob", "update", "sync", "eval")
+
+LINES: list[dict[str, Any]] = [
+    {
+        "id": "reward",
+        "section": "learning",
+        "title": "Reward",
+        "note": "Mean over the rollouts of a step; points with bars are held-out accuracy with its 95 % interval.",
+        "keys": {"rollout/raw_reward": "reward"},
+    },
+    {
+        "id": "length",
+        "section": "learning",
+        "title": "Response length",
+        "unit": "tokens",
+        "note": "Mean of a step; the band, in the page of a single run, goes from the shortest to the longest.",
+        "keys": {
+            "rollout/response_length": "mean",
+            "rollout/response_length_min": "shortest",
+            "rollout/response_length_max": "longest",
+        },
+        "band": ("rollout/response_length_min", "rollout/response_length_max"),
+        "from_zero": True,
+    },
+    {
+        "id": "truncated",
+        "section": "learning",
+        "title": "Cut at the cap",
+        "unit": "share",
+        "note": "Share of rollouts that were cut at the cap instead of ending themselves.",
+        "keys": {"rollout/truncated_share": "cut"},
+        "from_zero": True,
+    },
+    {
+        "id": "entropy",
+        "section": "learning",
+        "title": "Entropy",
+        "unit": "nats",
+        "note": "Of the next token, mean over response tokens.",
+        "keys": {"train/entropy": "entropy"},
+        "from_zero": True,
+    },
+    {
+        "id": "groups",
+        "section": "learning",
+        "title": "Groups that teach nothing",
+        "unit": "share",
+        "note": "Share of prompts whose rollouts all got one reward, and distinct answers per rollout.",
+        "keys": {"rollout/constant_groups": "constant groups", "rollout/distinct_answers": "distinct answers"},
+        "from_zero": True,
+    },
+    {
+        "id": "reference",
+        "section": "learning",
+        "title": "Distance from the start",
+        "unit": "nats",
+        "note": "KL divergence from the policy of the start, where it was measured.",
+        "keys": {"train/ref_kl": "KL to the start"},
+        "from_zero": True,
+    },
+    {
+        "id": "mismatch",
+        "section": "mismatch",
+        "title": "Mismatch",
+        "unit": "nats",
+        "note": "Learner against sampler, log-probability of the same token at the same version.",
+        "keys": {"mismatch/max_abs": "largest of a token", "mismatch/p99": "99th percentile", "mismatch/kl": "KL (k1)"},
+        "zero": True,
+    },
+    {
+        "id": "equal",
+        "section": "mismatch",
+        "title": "Log-probs of equal bits",
+        "unit": "share",
+        "note": "Share of tokens whose two log-probabilities are the same four bytes.",
+        "keys": {"mismatch/share_equal": "equal"},
+        "top": 1.0,
+    },
+    {
+        "id": "changed",
+        "section": "mismatch",
+        "title": "Codes that a version moved",
+        "unit": "share",
+        "note": "Share of element codes and scales that differ from the version before.",
+        "keys": {"sync/codes_changed_share": "changed"},
+        "from_zero": True,
+    },
+    {
+        "id": "gradient",
+        "section": "gradients",
+        "title": "Gradient norm",
+        "note": "Of all weights, before clipping.",
+        "keys": {"train/grad_norm": "norm"},
+        "from_zero": True,
+    },
+    {
+        "id": "clip",
+        "section": "gradients",
+        "title": "Clipped tokens",
+        "unit": "share",
+        "note": "Share of tokens whose ratio was clipped, below and above.",
+        "keys": {"train/clip_low": "below", "train/clip_high": "above"},
+        "from_zero": True,
+    },
+    {
+        "id": "rate",
+        "section": "gradients",
+        "title": "Learning rate",
+        "keys": {"train/lr": "rate"},
+        "from_zero": True,
+    },
+    {
+        "id": "speed",
+        "section": "time",
+        "title": "Sampler speed",
+        "unit": "tokens/s",
+        "keys": {"perf/rollout_tokens_per_second": "tokens/s"},
+        "from_zero": True,
+    },
+    {
+        "id": "memory",
+        "section": "time",
+        "title": "Memory, high-water mark",
+        "unit": "bytes",
+        "keys": {"perf/host_memory_bytes": "host", "perf/gpu_memory_bytes": "GPU"},
+        "from_zero": True,
+    },
+]
+
+
+def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """All charts that have at least one number, and for the others only their title and why they are empty."""
+    found = [_lines(spec, runs) for spec in LINES]
+    for i, run in enumerate(runs):
+        for make in (_gradient_groups, _stages):
+            found.append(make(run, i, len(runs) > 1))
+    return found
+
+
+def _lines(spec: dict[str, Any], runs: Sequence[Run]) -> dict[str, Any]:
+    chart = {key: value for key, value in spec.items() if key != "keys"} | {"kind": "lines", "series": []}
+    band = spec.get("band", ()) if len(runs) > 1 else ()
+    measured = [key for key in spec["keys"] if key not in band and any(run.series(key)[1] for run in runs)]
+    for i, run in enumerate(runs):
+        for j, key in enumerate(measured):
+            steps, values = thin(*run.series(key))
+            if not values:
+                continue
+            words = spec["keys"][key]
+            name = words if len(runs) == 1 else run.name if len(measured) == 1 else f"{run.name}, {words}"
+            color, dash = (j, 0) if len(runs) == 1 else (i, j)
+            chart["series"].append({"name": name, "key": key, "x": steps, "y": values, "color": color, "dash": dash})
+        if spec["id"] == "reward":
+            chart["series"] += _accuracies(run, i, len(runs))
+    return chart
+
+
+def _accuracies(run: Run, i: int, num_runs: int) -> list[dict[str, Any]]:
+    """Points with intervals; one without an interval has bars of length 0."""
+    found = []
+    for j, name in enumerate(eval_sets(run)):
+        key = f"eval/{name}/accuracy"
+        steps, values = run.series(key)
+        ends = {end: dict(zip(*run.series(f"{key}_{end}"), strict=True)) for end in ("low", "high")}
+        label = f"held-out accuracy{'' if name == 'held_out' else f' ({name})'}"
+        found.append(
+            {
+                "name": label if num_runs == 1 else f"{run.name}, {label}",
+                "key": key,
+                "x": steps,
+                "y": values,
+                "below": [v - ends["low"].get(s, v) for s, v in zip(steps, values, strict=True)],
+                "above": [ends["high"].get(s, v) - v for s, v in zip(steps, values, strict=True)],
+                "color": j + 1 if num_runs == 1 else i,
+                "points": True,
+            }
+        )
+    return found
+
+
+def _gradient_groups(run: Run, i: int, several: bool) -> dict[str, Any]:
+    """Logarithm (base 10) of the norm of each group of layers; gaps where it was not measured or is 0."""
+    keys = sorted(run.keys("train/grad_norm/"), key=_depth)
+    lines = _evenly(run.steps, 500)
+    return {
+        "id": f"layers-{i}",
+        "section": "gradients",
+        "title": "Gradient norm by layer" + (f", {run.name}" if several else ""),
+        "note": "Each row is a group of layers, from the embedding at the bottom to the last layer at the top."
+        + ("" if len(lines) == len(run.steps) else f" {len(lines)} of {len(run.steps):,} steps, evenly chosen."),
+        "kind": "heat",
+        "x": [line["step"] for line in lines] if keys else [],
+        "y": [key.removeprefix("train/grad_norm/") for key in keys],
+        "z": [[_value(line.get(key)) for line in lines] for key in keys],
+        "keys": keys,
+    }
+
+
+def _stages(run: Run, i: int, several: bool) -> dict[str, Any]:
+    """Seconds of each stage, stacked; `other` is what is left of the step."""
+    lines = _evenly([line for line in run.steps if _value(line.get("perf/step_seconds")) is not None], 500)
+    known = [f"perf/{stage}_seconds" for stage in STAGES]
+    more = [k for k in run.keys("perf/") if k.endswith("_seconds") and k != "perf/step_seconds" and k not in known]
+    keys = [key for key in [*known, *more] if any(_value(line.get(key)) for line in lines)]
+    columns = {key: [_value(line.get(key)) or 0.0 for line in lines] for key in keys}
+    whole = [line["perf/step_seconds"] for line in lines]
+    other = [max(0.0, total - sum(c[n] for c in columns.values())) for n, total in enumerate(whole)]
+    series = [
+        {"name": key[len("perf/") : -len("_seconds")], "key": key, "y": values, "color": n}
+        for n, (key, values) in enumerate(columns.items())
+    ]
+    return {
+        "id": f"stages-{i}",
+        "section": "time",
+        "title": "Time of a step by stage" + (f", {run.name}" if several else ""),
+        "unit": "seconds",
+        "note": "Stacked to the whole step. A stage that did not run in a step takes no time in it.",
+        "kind": "stack",
+        "x": [line["step"] for line in lines],
+        "series": [*series, {"name": "other", "key": "", "y": other, "color": -1}] if lines else [],
+    }
+
+
+def _value(value: object) -> float | None:
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if good else None  # type: ignore[arg-type]
+
+
+def _depth(key: str) -> tuple[int, int, str]:
+    """Embedding, layers by number, the rest."""
+    name = key.rpartition("/")[2]
+    number = name.rpartition(".")[2]
+    if number.isdigit():
+        return (1, int(number), name)
+    return (0 if "embed" in name else 2, 0, name)
+
+
+def _evenly(items: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """At most so many, the first and the last among them."""
+    if len(items) <= most:
+        return items
+    return [items[round(n * (len(items) - 1) / (most - 1))] for n in range(most)]
+
+
+def thin(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
+    """At most about MAX_POINTS of the pairs: first and last, and of each bin the smallest and the largest value."""
+    if len(values) <= MAX_POINTS:
+        return steps, values
+    kept = {0, len(values) - 1}
+    size = math.ceil(len(values) / (MAX_POINTS // 2))
+    for begin in range(0, len(values), size):
+        inside = range(begin, min(begin + size, len(values)))
+        kept |= {min(inside, key=values.__getitem__), max(inside, key=values.__getitem__)}
+    return [steps[n] for n in sorted(kept)], [values[n] for n in sorted(kept)]
