@@ -26,7 +26,7 @@ from onegrid.rl.problems import at_folder, make_task
 from onegrid.rl.tasks import Task, Tokenizer
 from onegrid.rl.tokenizer import load_tokenizer, stop_tokens
 from onegrid.sampler.base import Sampler
-from onegrid.sampler.engine import Engine
+from onegrid.study.samplers import make_sampler
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +129,7 @@ def build(design: Design) -> Parts:
         task=make_task(config.task, tokenizer, num_prompts=config.loop.prompts_per_step, seed=config.seed),
         tokenizer=tokenizer,
         learner=learner(design.plan, config.learner),
-        sampler=Engine(live, config.sampler, decode_text=tokenizer.decode),
+        sampler=make_sampler(config.sampler, live, proof, decode_text=tokenizer.decode),
         reference=learner(design.reference_plan, replace(config.learner, lora=None)) if asked else None,
         proof=proof,
     )
