@@ -303,6 +303,9 @@ class Learner:
                 f"the state was made with plan {state['plan_digest'][:12]}, this run has {self.plan.digest[:12]}; "
                 "resume with the same recipe and model"
             )
+        for name in ("version", "num_updates"):
+            if type(state[name]) is not int or state[name] < 0:
+                raise CheckpointError(f"the learner's state has {name} {state[name]!r}; it must be an integer from 0 on")
         shapes = {key: tuple(t.shape) for key, t in self.masters.items()}
         if not self.adapters and {key: tuple(t.shape) for key, t in state["masters"].items()} != shapes:
             raise CheckpointError("the state's tensors are not those of this model")
