@@ -63,7 +63,7 @@ def _compare(learner: Learner, per_sync: int) -> Verdict:
             cause="the learner's forward reads operands that are not those of the codes it publishes",
         )
     sites = learner.grad_weights.sites
-    strangers = [key for key, site in sites.items() if site.rowwise is not live.operands[key]]
+    strangers = [key for key, site in sites.items() if site.rowwise is not live.operands.get(key)]
     if strangers:
         return failed(
             CHECK,

@@ -63,6 +63,9 @@ class LearnerConfig:
     """Gradient checkpointing: keep only layer inputs, compute each layer again in the backward pass."""
     replay_routing: bool = False
     """Visit the experts that the sampler recorded (sampling.record_routing), not those that the router finds here."""
+    weights: Literal["decoded", "codes"] = "decoded"
+    """"codes" keeps FP32 masters and codes only, and decodes an operand each time a matmul reads it: the same bytes, a
+    copy of the model less (4 bytes a weight on a CPU, 2 on a GPU), more time."""
     lora: LoraConfig | None = None
     """Trains adapters instead of the weights."""
 

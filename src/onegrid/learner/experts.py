@@ -41,7 +41,7 @@ def expert_gradients(
         columns, dy_NP = shared.columnwise(None, slice(None)), operand(dy, site.gradient, axis=-2)
         return dx, grouped_wgrad(dy_NP.values.mT, columns.values.mT, shared.places)
     if site.backward == "dequantized":
-        w, x = dequantized(site.rowwise), dequantized(shared.rowwise)
+        w, x = dequantized(site.published()), dequantized(shared.rowwise)
     else:
         dtype = compute_dtype(dy.device)
         w, x = master.to(torch.bfloat16).to(dtype), shared.x.to(dtype)

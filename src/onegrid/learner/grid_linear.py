@@ -15,6 +15,7 @@ straight-through gradient (Bengio et al., arXiv 1308.3432). Stacked experts do t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,14 +53,23 @@ class Site:
     """One weight of one version: what the three matmuls need besides activations."""
 
     key: str
-    rowwise: Operand
-    """The live operand, derived from the published codes."""
+    rowwise: Operand | None
+    """The live operand, derived from the published codes; None where none is kept."""
     weight: Quantizer | None
     gradient: Quantizer | None
     backward: str
     """ "quantized", "high_precision" or "dequantized"; unquantized layers use "high_precision"."""
+    read: Callable[[], Operand] | None = None
+    """Derives the operand from the published codes now, where none is kept."""
     calls: dict[str, int] = field(default_factory=dict)
     """How often each backward mode really ran, counted where it runs: a mode that is asked for and ignored is seen."""
+
+    def published(self) -> Operand:
+        """The operand of the published codes."""
+        if self.rowwise is not None:
+            return self.rowwise
+        assert self.read is not None
+        return self.read()
 
     def count(self, mode: str) -> None:
         """One more matrix went back in `mode`."""
@@ -75,8 +85,8 @@ class GridLinear(torch.autograd.Function):
         ctx.shared, ctx.site, ctx.has_bias = shared, site, bias is not None
         ctx.save_for_backward(master)
         if shared.places is not None:
-            return grouped_matmul(shared.rowwise, site.rowwise, shared.places)
-        return matmul(shared.rowwise, site.rowwise, bias_N=bias)
+            return grouped_matmul(shared.rowwise, site.published(), shared.places)
+        return matmul(shared.rowwise, site.published(), bias_N=bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -122,7 +132,7 @@ def _dgrad_wgrad(
     dtype = compute_dtype(dy.device)
     if site.backward == "dequantized":
         site.count("dequantized")
-        published = site.rowwise if expert is None else site.rowwise.part(expert)
+        published = site.published() if expert is None else site.published().part(expert)
         w, x = dequantized(published), dequantized(shared.rowwise.part(rows))
     else:
         site.count("high_precision")

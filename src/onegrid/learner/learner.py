@@ -76,7 +76,9 @@ class Learner:
         self.adapters = adapters_of(config.lora, spec, self.masters) if config.lora else None
         self.trained = self.adapters.factors if self.adapters else self.masters
         """What the optimizer moves, by name: the masters, or the factors of their adapters."""
-        self.live = LiveWeights(spec, plan, side="learner", device=self.device, kernels=kernels)
+        self.live = LiveWeights(
+            spec, plan, side="learner", device=self.device, kernels=kernels, weights=config.weights
+        )
         self.live.derive()
         self.grad_weights = GradWeights(self.live, self.masters)
         self.align = _alignment(plan)
@@ -130,7 +132,7 @@ class Learner:
         """Goes over to another plan of the same model, between two steps. Masters, optimizer and version stay."""
         kernels = self.live.kernels
         self.plan = plan
-        self.live = LiveWeights(self.spec, plan, side="learner", device=self.device)
+        self.live = LiveWeights(self.spec, plan, side="learner", device=self.device, weights=self.config.weights)
         self.live.kernels = kernels
         self.live.derive()
         self.grad_weights = GradWeights(self.live, self.masters)
@@ -275,7 +277,8 @@ class Learner:
         self._quantize()
         groups = {f"train/grad_norm/{group}": square**0.5 for group, square in squares.items()}
         bound = {"sync/adapter_modules": float(self.adapters.num_modules())} if self.adapters else {}
-        return {"train/grad_norm": total, "train/lr": lr, **groups, **bound}
+        saved = {"perf/operand_bytes_saved": float(self.live.saved_bytes)} if self.live.saved_bytes else {}
+        return {"train/grad_norm": total, "train/lr": lr, **groups, **bound, **saved}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on: masters (or adapters), optimizer, version, plan digest."""

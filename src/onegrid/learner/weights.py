@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class GradWeights:
         mode = mode or "high_precision"
         if mode not in BACKWARD_MODES:
             raise CapabilityError(f"{key}: backward mode {mode!r} is not one of {', '.join(BACKWARD_MODES)}")
-        return Site(key, self.live.operands[key], quantizer, gradient, mode)
+        return Site(key, self.live.operands.get(key), quantizer, gradient, mode, partial(self.live.read, key))
 
     def tensor(self, name: str) -> Tensor:
         """See `model.decoder.Weights`."""

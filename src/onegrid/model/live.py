@@ -34,13 +34,21 @@ class LiveWeights:
 
     side     "learner" or "sampler": whose quantizers of the plan to use
     kernels  see `ops.table.kernels_for`; the other side must have the same
+    weights  "auto" keeps operands; "codes" keeps none: `read` derives one from its codes at each use, the same bytes
     Starts as zeros; nothing may be computed before the first `derive`.
     """
 
     tile = TILE
 
     def __init__(
-        self, spec: ModelSpec, plan: Plan, *, side: str, device: torch.device | str = "cpu", kernels: str = "auto"
+        self,
+        spec: ModelSpec,
+        plan: Plan,
+        *,
+        side: str,
+        device: torch.device | str = "cpu",
+        kernels: str = "auto",
+        weights: str = "auto",
     ) -> None:
         self.spec, self.plan, self.side = spec, plan, side
         self.device = torch.device(device)
@@ -49,7 +57,10 @@ class LiveWeights:
         )
         self.keys = stacks(spec)
         self.held: dict[str, Canonical] = {}
+        self.weights = weights
         self.operands: dict[str, Operand] = {}
+        self.saved_bytes = 0
+        """Of the operands that are not kept, after the first `derive`."""
         self.joined: dict[tuple[str, ...], Operand] = {}
         self.receipts: dict[str, Receipt] = {}
         """Of the last derivation of every operand."""
@@ -124,6 +135,9 @@ class LiveWeights:
 
     def derive(self, keys: Iterable[str] | None = None) -> None:
         """Computes the operands of `keys` (None for all) from the canonical storage, into the same addresses."""
+        if self.weights == "codes":
+            self.saved_bytes = self.saved_bytes or sum(map(self._derived_bytes, self.keys))
+            return
         made: list[tuple[str, Operand]] = []
         for key in self.keys if keys is None else keys:
             new = self._derived(key)
@@ -168,6 +182,18 @@ class LiveWeights:
                 )
                 start = at.stop
 
+    def read(self, key: str) -> Operand:
+        """What a matmul reads of `key`: the operand that is kept, or one derived from the codes now."""
+        if self.weights != "codes":
+            return self.operands[key]
+        new = self._derived(key)
+        assert new is not None
+        return new
+
+    def _derived_bytes(self, key: str) -> int:
+        new = self._derived(key)
+        return 0 if new is None else sum(t.nbytes for t in _tensors(new))
+
     def _derived(self, key: str) -> Operand | None:
         """What a matmul reads of `key`; None for vectors, which are read as they are."""
         held = self.held[key]
@@ -201,7 +227,7 @@ class LiveWeights:
         """As `verify`, for `keys` (None for all), by deriving every operand again."""
         wrong: list[str] = []
         for key in self.keys if keys is None else keys:
-            new = self._derived(key)
+            new = None if self.weights == "codes" else self._derived(key)
             if new is None:
                 continue
             pairs = list(zip(_tensors(self.operands[key]), _tensors(new), strict=True))
@@ -221,11 +247,10 @@ class LiveWeights:
 
     def tensor(self, name: str) -> Tensor:
         """An unquantized tensor for the decoder: the operand's values where it has one, else BF16."""
-        if name in self.operands:
-            return self.operands[name].values
         held = self.held[name]
-        assert isinstance(held, Tensor)
-        return held
+        if isinstance(held, Tensor) and held.dim() < 2:
+            return held
+        return self.read(name).values
 
     def input_operand(self, key: str, x: Tensor, dispatch: Dispatch | None = None) -> Operand:
         """The activations as `key`'s matmul reads them. Rows are quantized before they are sent to experts."""
@@ -240,11 +265,11 @@ class LiveWeights:
             x = dispatch.cleared(x)
         a = self.input_operand(keys[0], x, None if sent else dispatch)
         if dispatch is not None:
-            return [grouped_matmul(a, self.operands[key], dispatch) for key in keys]
+            return [grouped_matmul(a, self.read(key), dispatch) for key in keys]
         if keys in self.joined:
             out = matmul(a, self.joined[keys], bias_N=self._joined_bias(keys))
             return list(out.split([len(self.operands[key].values) for key in keys], dim=-1))
-        return [matmul(a, self.operands[key], bias_N=self.bias(key)) for key in keys]
+        return [matmul(a, self.read(key), bias_N=self.bias(key)) for key in keys]
 
     def _joined_bias(self, keys: tuple[str, ...]) -> Tensor | None:
         biases = [b for key in keys if (b := self.bias(key)) is not None]

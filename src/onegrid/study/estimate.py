@@ -8,6 +8,7 @@ from onegrid.formats import QUANTIZERS
 from onegrid.learner.config import LoraConfig
 from onegrid.learner.lora import adapter_shapes
 from onegrid.model.spec import ModelSpec, tensor_shapes
+from onegrid.model.stacks import stacks
 from onegrid.recipe import Plan
 from onegrid.study.parts import Design
 
@@ -30,7 +31,7 @@ def memory_estimate(design: Design) -> dict[str, int]:
         "learner: FP32 masters": 4 * num_weights,
         **_trained_bytes(spec, config.learner.lora, num_weights),
         "learner: codes and scales": published_bytes(spec, design.plan, "weight"),
-        "learner: operands of matmuls": operand * num_weights,
+        **_operand_bytes(spec, operand, kept=config.learner.weights == "decoded"),
         "learner: activations (rough)": 4 * rows * row,
         "sampler: codes and scales": published_bytes(spec, design.plan, "sampler_weight"),
         "sampler: staged update": published_bytes(spec, design.plan, "sampler_weight"),
@@ -61,6 +62,17 @@ def _trained_bytes(spec: ModelSpec, lora: LoraConfig | None, num_weights: int) -
         "learner: gradients of adapters, one dense at a time": 4 * num_trained + 4 * max(dense),
         f"learner: AdamW of adapters (all that is trained: {saved:.1f} MiB less than all weights)": 8 * num_trained,
     }
+
+
+def _operand_bytes(spec: ModelSpec, width: int, *, kept: bool) -> dict[str, int]:
+    """Decoded weights of the learner: all of them, or the largest one, while a matmul reads it."""
+    shapes = tensor_shapes(spec)
+    sizes = {key: width * len(names) * math.prod(shapes[names[0]]) for key, names in stacks(spec).items()}
+    if kept:
+        return {"learner: operands of matmuls": sum(sizes.values())}
+    largest = max(sizes.values())
+    saved = (sum(sizes.values()) - largest) / 2**20
+    return {f"learner: one operand at a time (saves {saved:.1f} MiB)": largest}
 
 
 def published_bytes(spec: ModelSpec, plan: Plan, role: str) -> int:
