@@ -32,14 +32,19 @@ def grouped_matmul(a: Operand, b: Operand, places: Dispatch) -> Tensor:
         raise FormatError(f"operands do not fit: {tuple(a.values.shape)} and {tuple(b.values.shape)}; both end in K")
     if in_library(a, b):
         return library_grouped(a, b, places)
-    from onegrid.ops import grouped_triton
-
-    return grouped_triton.grouped_matmul(a, b, places)
+    return triton_grouped(a, b, places)
 
 
 def library_grouped(a: Operand, b: Operand, places: Dispatch) -> Tensor:
     """By `torch._grouped_mm`: FP32 sums, rounded to BF16."""
     return torch._grouped_mm(a.values, b.values.mT, offs=places.end_E)
+
+
+def triton_grouped(a: Operand, b: Operand, places: Dispatch) -> Tensor:
+    """By own kernels: every kind and shape."""
+    from onegrid.ops import grouped_triton
+
+    return grouped_triton.grouped_matmul(a, b, places)
 
 
 def grouped_wgrad(dy_PN: Tensor, x_PK: Tensor, places: Dispatch) -> Tensor:

@@ -37,6 +37,10 @@ def matmul(a: Operand, b: Operand, *, out_dtype: torch.dtype = torch.bfloat16, b
     """
     if a.values.shape[-1] != b.values.shape[-1] or a.values.shape[:-2] != b.values.shape[:-2]:
         raise FormatError(f"operands do not fit: {tuple(a.values.shape)} and {tuple(b.values.shape)}; both end in K")
+    if a.kind.startswith("native_"):
+        from onegrid.ops.native import native_matmul
+
+        return native_matmul(a, b, out_dtype=out_dtype, bias_N=bias_N)
     num_rows = a.values.shape[-2]
     if a.values.is_cuda and out_dtype == torch.bfloat16 and bias_N is None and a.kind == b.kind == "decoded":
         # The library rounds the same FP32 sums itself: same bytes, half the traffic, one launch less.

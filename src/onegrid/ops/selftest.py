@@ -8,27 +8,42 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from onegrid.errors import CapabilityError
+from onegrid.formats import QUANTIZERS, Quantizer, quantize
 from onegrid.ops.attention import attention
+from onegrid.ops.grouped import Gather, dispatch, grouped_matmul, take
 from onegrid.ops.linear import matmul
-from onegrid.ops.logprob import log_probs
+from onegrid.ops.logprob import log_probs, logits
+from onegrid.ops.native import native_matmul, native_operand, native_operand_of
 from onegrid.ops.operand import Operand, operand
 from onegrid.ops.packed_attention import segments_of
 from onegrid.ops.pins import CHUNK, TILE, WORKSPACE, pin
+from onegrid.ops.routing import NarrowLinear
 from onegrid.ops.table import PLAIN, Kernels
 
-BATCHES = (1, 2, TILE, TILE + 1, 5 * TILE, 13 * TILE)
+BATCHES = (1, 2, TILE, TILE + 1, 5 * TILE, 16 * TILE)
 """Rows at which each operation is compared with the largest batch."""
 
 NUM_STACKED = 4
-"""Experts in the proof of a batched matmul."""
+"""Experts in the proof of grouped matmuls."""
+
+STACKED_ROWS = 2048
+"""Rows of that proof at most."""
+
+NATIVE = {
+    "native_block": ("fp8_1x128", "fp8_128x128"),
+    "native_row": ("fp8_row", "fp8_row"),
+    "native_tensor": (),
+}
+"""Formats of inputs and weights that stand for each kind of native product; one scale per tensor promises nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +76,10 @@ def self_test(
     *,
     heads: tuple[int, int, int],
     vocabulary: int,
+    hidden: int | None = None,
     stacked: Iterable[tuple[int, int]] = (),
+    routers: Iterable[tuple[int, int]] = (),
+    native: Mapping[str, Iterable[tuple[int, ...]]] = MappingProxyType({}),
     device: torch.device | str = "cpu",
     max_rows: int = 512,
     kernels: Kernels = PLAIN,
@@ -69,19 +87,22 @@ def self_test(
     """Compares rows alone, in small and in large batches, for every (out, in) of `shapes`.
 
     heads       query heads, key heads, width
-    vocabulary  columns of the log-softmax
-    stacked     shapes of experts, whose matmuls are batched
-    max_rows    rows of the largest batch
+    vocabulary  columns of the log-softmax, and of the logits from `hidden` (None: the narrowest width)
+    stacked     shapes of experts, whose matmuls are grouped
+    routers     shapes of matrices that choose experts, read in FP32
+    native      shapes by kind of native operand, where a plan asks for native products
+    max_rows    rows of the largest batch: those of the largest micro-batch
     kernels     the implementations both sides run on, of `ops.table`
     Never raises for a difference: read `Proof.failed`, or call `require`.
     """
     device = torch.device(device)
     began = time.perf_counter()
     pin(device)
-    generator = torch.Generator().manual_seed(0)
+    on = device if device.type == "cuda" else torch.device("cpu")
+    generator = torch.Generator(device=on).manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+        return torch.randn(shape, generator=generator, device=on).to(device, torch.bfloat16)
 
     failed, count = [], 0
 
@@ -99,20 +120,34 @@ def self_test(
         failed.append("subnormal numbers are flushed to zero")
     for out, width in sorted(set(shapes)):
         weight = operand(draw(out, width), None)
-        compare(f"matmul {out} x {width}", partial(_matmul, weight), draw(max_rows, width))
+        x = draw(max_rows, width)
+        compare(f"matmul {out} x {width}", partial(_matmul, weight), x)
+        if device.type == "cuda":  # formats with factors read FP32 sums, which is another kernel there
+            compare(f"matmul {out} x {width} in FP32", partial(_matmul, weight, out_dtype=torch.float32), x)
     for out, width in sorted(set(stacked)):
-        weight = operand(draw(NUM_STACKED, out, width), None)
-        compare(f"experts' matmul {out} x {width}", partial(_experts, weight), draw(max_rows, width))
+        for quantizers in ((None, None), ("nvfp4_row", "nvfp4")):
+            formats = [None if name is None else QUANTIZERS[name] for name in quantizers]
+            weight = operand(draw(NUM_STACKED, out, width), formats[1])
+            name = f"experts' matmul {out} x {width} of {quantizers[1] or 'bf16'}"
+            compare(name, partial(_experts, weight, formats[0]), draw(min(max_rows, STACKED_ROWS), width))
+    for out, width in sorted(set(routers)):
+        router = draw(out, width)
+        compare(f"router {out} x {width}", partial(_router, router), draw(max_rows, width))
+    for kind, group in native.items():
+        for out, width in sorted(set(group)) if NATIVE[kind] else ():
+            activation, weight_format = (QUANTIZERS[name] for name in NATIVE[kind])
+            weight = native_operand_of(quantize(draw(out, width), weight_format))
+            name = f"native matmul {out} x {width} of {weight_format}"
+            compare(name, partial(_native, weight, activation), draw(max_rows, width))
     widths = sorted({width for _, width in shapes})
     for width in widths:
         scale = draw(width)
         compare(f"norm of {width}", partial(_norm, kernels, scale), draw(max_rows, width))
     compare(f"swiglu of {widths[-1]}", lambda x: kernels.swiglu(x, x), draw(max_rows, widths[-1]))
-    compare(
-        f"log-softmax of {vocabulary}",
-        lambda x: log_probs(x.float(), 0.7),
-        draw(min(max_rows, max(BATCHES)), vocabulary),
-    )
+    few = min(max_rows, max(BATCHES))
+    compare(f"log-softmax of {vocabulary}", lambda x: log_probs(x.float(), 0.7), draw(few, vocabulary))
+    head = draw(vocabulary, widths[0] if hidden is None else hidden)
+    compare(f"logits {vocabulary} x {head.shape[1]}", lambda x: logits(x, head), draw(few, head.shape[1]))
     failed += _attention_failures(draw, heads, kernels)
     return Proof(
         device=str(device),
@@ -125,12 +160,25 @@ def self_test(
     )
 
 
-def _matmul(weight: Operand, x: Tensor) -> Tensor:
-    return matmul(operand(x, None), weight)
+def _matmul(weight: Operand, x: Tensor, *, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return matmul(operand(x, None), weight, out_dtype=out_dtype)
 
 
-def _experts(weight: Operand, x: Tensor) -> Tensor:
-    return matmul(operand(x.expand(NUM_STACKED, *x.shape).contiguous(), None), weight).transpose(0, 1)
+def _experts(weight: Operand, quantizer: Quantizer | None, x: Tensor) -> Tensor:
+    """Every row through two experts that its own bits choose."""
+    expert_NK = (x[:, :2].contiguous().view(torch.int16).to(torch.int64) >> 1) % NUM_STACKED
+    places = dispatch(expert_NK, torch.ones(len(x), dtype=torch.bool, device=x.device), NUM_STACKED)
+    a = operand(x, quantizer)
+    row = None if a.row is None else take(a.row, places.source)
+    return Gather.apply(grouped_matmul(Operand(take(a.values, places.source), a.kind, row), weight, places), places)
+
+
+def _router(router: Tensor, x: Tensor) -> Tensor:
+    return NarrowLinear.apply(x, router)
+
+
+def _native(weight: Operand, quantizer: Quantizer, x: Tensor) -> Tensor:
+    return native_matmul(native_operand(x, quantizer), weight)
 
 
 def _norm(kernels: Kernels, scale: Tensor, x: Tensor) -> Tensor:

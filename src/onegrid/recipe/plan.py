@@ -72,6 +72,8 @@ class Plan:
     """Why not exact; empty when it is."""
     notes: tuple[str, ...]
     """What cannot be independent of the micro-batch split, and other facts that change no promise of the pairing."""
+    matmul: str = "grid"
+    """Products of quantized dense linears: "grid" or "native"; see `Recipe.matmul`."""
 
     @property
     def mixed(self) -> bool:
@@ -85,11 +87,13 @@ class Plan:
         Over canonical JSON (sorted keys, no spaces) of the tensors' names, shapes and quantizers and of the key/value
         settings. Names of recipe and rules, kinds, reasons, notes and the reference's precision are left out.
         """
-        decided = {
+        decided: dict[str, Any] = {
             "tensors": [{key: getattr(t, key) for key in _IDENTITY} for _, t in sorted(self.tensors.items())],
             "kv_cache": self.kv_cache,
             "learner_kv": self.learner_kv,
         }
+        if self.matmul != "grid":
+            decided["matmul"] = self.matmul
         return hashlib.sha256(json.dumps(decided, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def __getitem__(self, name: str) -> TensorPlan:
@@ -152,6 +156,7 @@ class Plan:
         kind = "exact" if self.exact else "not exact"
         return [
             f"recipe {self.recipe_name}: {len(quantized)} of {len(self.tensors)} tensors quantized, {share} of numbers",
+            *(() if self.matmul == "grid" else (f"products of quantized dense linears: {self.matmul}",)),
             f"key/value cache {self.kv_cache}, learner's keys and values {self.learner_kv}, reference {self.reference}",
             f"pairing: {kind}{', mixed' if self.mixed else ''}",
             *(f"  because {reason}" for reason in self.reasons),

@@ -14,7 +14,12 @@ BF16 = "bf16"
 """How None is written in a table, where there is no None."""
 
 _ROLES = ("weight", "activation", "gradient", "sampler_weight", "sampler_activation")
-_CHOICES = {"kv_cache": ("bf16", "fp8"), "learner_kv": ("bf16", "fp8"), "reference": ("bf16", "plan")}
+_CHOICES = {
+    "kv_cache": ("bf16", "fp8"),
+    "learner_kv": ("bf16", "fp8"),
+    "reference": ("bf16", "plan"),
+    "matmul": ("grid", "native"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +37,9 @@ class Recipe:
     """Whether the learner's attention reads keys and values through the same FP8 grid: "bf16" or "fp8"."""
     reference: str = "bf16"
     """Precision of the reference policy: "bf16" or "plan"."""
+    matmul: str = "grid"
+    """"grid": exact products of decoded values, FP32 sums, the same function on every device. "native": FP8 products of
+    quantized dense linears by a Hopper's matrix units, whose partial sums keep 13 bits: other values, on both sides."""
     backward: str | None = None
     """Replaces the backward mode of every rule that quantizes."""
     share_qkv_amax: bool = False

@@ -56,6 +56,7 @@ def resolve(
         kv_cache=recipe.kv_cache,
         learner_kv=recipe.learner_kv,
         reference=recipe.reference,
+        matmul=recipe.matmul,
         exact=not reasons,
         reasons=reasons,
         notes=notes_of(tensors.values()),
