@@ -158,6 +158,8 @@ class FieldInfo:
     type: str
     default: str
     """TOML text; empty where the key has none and must be given."""
+    owner: type
+    """The class that has the key, for what it says about it."""
 
 
 def reference(cls: type = RunConfig, path: str = "") -> Iterator[FieldInfo]:
@@ -174,7 +176,7 @@ def reference(cls: type = RunConfig, path: str = "") -> Iterator[FieldInfo]:
         elif f.default_factory is not dataclasses.MISSING:
             default = f.default_factory()
         shown = "" if default is dataclasses.MISSING else _toml_value(default)
-        yield FieldInfo(key=key, type=_name(hints[f.name]), default=shown)
+        yield FieldInfo(key=key, type=_name(hints[f.name]), default=shown, owner=cls)
 
 
 def _flat(tree: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -188,7 +190,11 @@ def _flat(tree: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
 def _toml_value(value: Any) -> str:
     if value is None:
         return "none"
-    return tomli_w.dumps({"v": list(value) if isinstance(value, tuple) else value}).removeprefix("v = ").strip()
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml_value(v)}" for key, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+    return tomli_w.dumps({"v": value}).removeprefix("v = ").strip()
 
 
 def _tree(value: Any) -> Any:

@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from onegrid import __version__
+from onegrid.cli.group import Commands
 from onegrid.cli.looking import LOOKING
 from onegrid.errors import OnegridError, StoppedError
 
@@ -24,7 +25,7 @@ STOPPED = 75
 """What sysexits.h calls a temporary failure: the same command with --resume succeeds. No shell uses it for a signal."""
 
 
-@click.group(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, "--version", message="%(prog)s %(version)s")
 def app() -> None:
     """Reinforcement learning of language models in low precision, with learner and sampler provably one policy."""

@@ -64,7 +64,7 @@ def doctor(as_json: bool, device: str) -> None:
     Example: onegrid doctor
              onegrid doctor --json
     """
-    from onegrid.study.doctor import run
+    from onegrid.cli.doctor import run
 
     if not run(device, as_json=as_json):
         raise SystemExit(1)

@@ -39,10 +39,8 @@ def write_report(folders: Sequence[Path], output: Path) -> list[str]:
 
 def render(runs: Sequence[Run]) -> str:
     """The page as text. Scripts run only if their hash stands in its policy, so that no text of a run ever runs."""
-    from jinja2 import Environment
-
+    environment = _templates()
     here = resources.files("onegrid.report")
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["short"] = short
     environment.filters["number"] = number
     drawn = charts(runs)
@@ -99,6 +97,14 @@ def _table(runs: Sequence[Run]) -> list[tuple[str, list[list[str]]]]:
             cells.append([repr(v) for v in (values[0], values[-1], min(values), max(values))] if values else [])
         found.append((key, cells))
     return found
+
+
+def _templates() -> Any:
+    try:
+        from jinja2 import Environment
+    except ImportError as error:
+        raise ConfigError(f"the report needs the library jinja2: pip install 'onegrid[report]' ({error})") from error
+    return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
 
 
 def _plotly() -> str:
