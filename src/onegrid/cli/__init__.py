@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from onegrid import __version__
+from onegrid.cli.checkpoints import CHECKPOINTS
 from onegrid.cli.group import Commands
 from onegrid.cli.looking import LOOKING
 from onegrid.errors import OnegridError, StoppedError
@@ -25,7 +26,9 @@ STOPPED = 75
 """What sysexits.h calls a temporary failure: the same command with --resume succeeds. No shell uses it for a signal."""
 
 
-@click.group(cls=Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
 @click.version_option(__version__, "--version", message="%(prog)s %(version)s")
 def app() -> None:
     """Reinforcement learning of language models in low precision, with learner and sampler provably one policy."""
@@ -60,6 +63,11 @@ def train(
     KEY=VALUE replaces one entry of the configuration by its dotted name, such as learner.lr=1e-4.
 
     SIGTERM, or Ctrl-C once, ends the run after the step at hand, with a checkpoint and exit code 75; --resume goes on.
+
+    \b
+    Example: onegrid train configs/quickstart.toml
+             onegrid train configs/quickstart.toml learner.lr=1e-4 --steps 20 --run-dir runs/fast
+             onegrid train configs/quickstart.toml --resume
     """
     from onegrid.cli.train import run
 
@@ -69,78 +77,16 @@ def train(
 
 
 @app.command()
-@click.argument("recipe")
-@click.argument("model", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
-def plan(recipe: str, model: Path, as_json: bool) -> None:
-    """Print what RECIPE makes of every tensor of MODEL (a folder with config.json and safetensors)."""
-    from onegrid.cli.plan import run
-
-    run(recipe, model, as_json=as_json)
-
-
-@app.command()
 @click.option("--tensor", metavar="FILE::NAME", help="Measure the error on this tensor of a safetensors file.")
 def formats(tensor: str | None) -> None:
-    """Print the number formats: bits, blocks, range, and the error of each on a tensor."""
+    """Print the number formats: bits, blocks, range, and the error of each on a tensor.
+
+    \b
+    Example: onegrid formats --tensor configs/starts/moe/model.safetensors::model.norm.weight
+    """
     from onegrid.cli.formats import run
 
     run(tensor)
-
-
-@app.command()
-@click.argument("source", type=click.Path(file_okay=False, path_type=Path))
-@click.argument("target", type=click.Path(path_type=Path))
-@click.option("--recipe", required=True, help="A preset or a TOML file; bf16 converts back.")
-@click.option("--layout", type=click.Choice(["modelopt", "sglang", "compressed-tensors", "deepseek"]))
-@click.option("--shard-bytes", type=click.IntRange(min=1), default=5_000_000_000, help="A new file begins above it.")
-@click.option("--overwrite", is_flag=True, help="Replace a target that is not empty.")
-def convert(source: Path, target: Path, recipe: str, layout: str | None, shard_bytes: int, overwrite: bool) -> None:
-    """Convert the checkpoint SOURCE to the formats of a recipe, in a published layout, into the folder TARGET.
-
-    Run again after an interruption, it goes on with the same bytes.
-    """
-    from onegrid.cli.convert import run
-
-    run(source, target, recipe, layout=layout, shard_bytes=shard_bytes, overwrite=overwrite)
-
-
-@app.command()
-@click.argument("checkpoint", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--reference", type=click.Path(file_okay=False, path_type=Path), help="Print the error against it.")
-@click.option("--full", is_flag=True, help="A line for every tensor.")
-def inspect(checkpoint: Path, reference: Path | None, full: bool) -> None:
-    """Print what CHECKPOINT holds: formats, grids, exclusions, sizes, and the error against a reference."""
-    from onegrid.cli.inspect import run
-
-    run(checkpoint, reference=reference, full=full)
-
-
-@app.command()
-@click.argument("checkpoint", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--recipe", required=True, help="A preset or a TOML file.")
-@click.option("--engine", "engines", multiple=True, help="Only this reader, such as vllm-modelopt; may be repeated.")
-@click.option("--full", is_flag=True, help="A line for every tensor.")
-def audit(checkpoint: Path, recipe: str, engines: tuple[str, ...], full: bool) -> None:
-    """Say tensor by tensor where CHECKPOINT, as stored and as engines read it, departs from a recipe.
-
-    Exits with 1 if it does.
-    """
-    from onegrid.cli.audit import run
-
-    if run(checkpoint, recipe, engines=engines, full=full):
-        raise SystemExit(1)
-
-
-@app.command("import")
-@click.argument("source", type=click.Path(dir_okay=False, path_type=Path))
-@click.argument("target", type=click.Path(path_type=Path))
-@click.option("--shard-bytes", type=click.IntRange(min=1), default=5_000_000_000, help="A new file begins above it.")
-def import_(source: Path, target: Path, shard_bytes: int) -> None:
-    """Turn SOURCE (a .gguf file) into the folder TARGET: a BF16 checkpoint with its tokenizer and settings."""
-    from onegrid.cli.import_ import run
-
-    run(source, target, shard_bytes=shard_bytes)
 
 
 @app.command("eval")
@@ -165,6 +111,10 @@ def evaluate(
     """Judge CHECKPOINT on held-out problems: greedy accuracy and pass@k, with 95 % intervals.
 
     CHECKPOINT is a run, a folder global_step_N of one, or a folder with config.json (then --config names the task).
+
+    \b
+    Example: onegrid eval runs/quickstart-1 --samples 8 -k 1 -k 8
+             onegrid eval runs/quickstart-1 --against configs/starts/moe
     """
     from onegrid.cli.eval import run
 
@@ -178,20 +128,6 @@ def evaluate(
         ks=ks,
         as_json=as_json,
     )
-
-
-@app.command()
-@click.argument("checkpoint", type=click.Path(file_okay=False, path_type=Path))
-@click.argument("target", type=click.Path(path_type=Path))
-@click.option("--adapter", is_flag=True, help="Write the adapter alone, as PEFT reads it (runs with learner.lora).")
-def export(checkpoint: Path, target: Path, adapter: bool) -> None:
-    """Write CHECKPOINT (a run, or a folder global_step_N of one) as a Hugging Face folder TARGET, in BF16.
-
-    Adapters are merged.
-    """
-    from onegrid.cli.export import run
-
-    run(checkpoint, target, adapter=adapter)
 
 
 @app.command()
@@ -217,7 +153,11 @@ def bench(
     layers: int | None,
     output: Path | None,
 ) -> None:
-    """Measure speed on this machine: ratios of two things in one run. All parts, if none is named."""
+    """Measure speed on this machine: ratios of two things in one run. All parts, if none is named.
+
+    \b
+    Example: onegrid bench learner sync --device cpu --layers 2
+    """
     from onegrid.cli.bench import run
 
     run(
@@ -247,6 +187,10 @@ def faults(
     """Put faults into the real loop and see which checks catch them.
 
     Exits with 1 if one gets through, is named wrongly, or a check objects without a fault.
+
+    \b
+    Example: onegrid faults --list
+             onegrid faults lm_head_quantized --json faults.json
     """
     from onegrid.cli.faults import list_faults, run
 
@@ -285,6 +229,9 @@ def serve(
 
     A training reaches it with sampler.engine=remote sampler.remote.url=http://HOST:PORT. There is no encryption: across
     a network that others share, put a proxy or a tunnel in front.
+
+    \b
+    Example: onegrid serve configs/starts/moe --recipe mxfp8
     """
     from onegrid.cli.serve import run
 
@@ -304,13 +251,17 @@ def serve(
 
 @app.command()
 def version() -> None:
-    """Print the versions of onegrid and of what its results depend on."""
+    """Print the versions of onegrid and of what its results depend on.
+
+    \b
+    Example: onegrid version
+    """
     from onegrid.cli.version import run
 
     run()
 
 
-for _command in LOOKING:
+for _command in (*CHECKPOINTS, *LOOKING):
     app.add_command(_command)
 
 
