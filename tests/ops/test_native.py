@@ -1,4 +1,4 @@
-"""Native FP8 products: the definition's codes, sums within a bound, rows that do not look at each other. Needs a GPU."""
+"""Native FP8 products: codes of the definition, sums within a bound, rows that stand alone. Needs a GPU."""
 
 from __future__ import annotations
 

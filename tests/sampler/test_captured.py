@@ -13,6 +13,9 @@ from tests.sampler.test_engine import bytes_of
 from tests.sampler.tiny import engine_of, plan_of, requests_of, snapshot_of
 
 PRESETS = ["bf16", "mxfp8", "nvfp4_all", "fp8_block", "fp8_row", "mxfp4"]
+CASES = [("dense", preset) for preset in PRESETS]
+CASES += [("moe", preset) for preset in ("bf16", "mxfp8", "nvfp4_all", "nvfp4_experts", "fp8_row")]
+CASES += [("shared", "mxfp8")]
 
 
 def test_buckets_are_tiles_that_hold_their_rows():
@@ -29,18 +32,31 @@ def test_a_cpu_has_no_graphs_and_says_so():
         engine.probe([[1, 2]], captured=True)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("model", "preset"), CASES)
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"temperature": 0.7, "max_new_tokens": 20}], ids=str)
-def test_captured_generation_gives_the_tokens_of_the_steps_one_by_one(preset, sampling, gpu):
+def test_captured_generation_gives_the_tokens_of_the_steps_one_by_one(model, preset, sampling, gpu):
     requests = requests_of(40, **sampling)
-    expected = engine_of("dense", preset, device=gpu, capture=False).generate(requests)
+    expected = engine_of(model, preset, device=gpu, capture=False).generate(requests)
     for config in ({}, {"max_slots": 5}, {"max_slots": 17, "prefix_tokens": 0}):
-        engine = engine_of("dense", preset, device=gpu, **config)
+        engine = engine_of(model, preset, device=gpu, **config)
         assert engine.capabilities.captured
         for _ in range(2):
             got = engine.generate(requests)
             assert_same_bytes(bytes_of(got), bytes_of(expected), str(config))
             assert [(r.finish, r.request) for r in got] == [(r.finish, r.request) for r in expected]
+
+
+@pytest.mark.parametrize("preset", ["bf16", "mxfp8", "nvfp4_experts"])
+def test_routing_is_recorded_in_captured_steps_as_in_steps_one_by_one(preset, gpu):
+    requests = requests_of(40, record_routing=True)
+    expected = engine_of("moe", preset, device=gpu, capture=False).generate(requests)
+    for config in ({}, {"max_slots": 7}):
+        engine = engine_of("moe", preset, device=gpu, **config)
+        for asked in (requests, requests_of(40), requests):
+            got = engine.generate(asked)
+            assert_same_bytes([r.logp_R for r in got], [r.logp_R for r in expected])
+            if asked is requests:
+                assert_same_bytes([r.routing_RLE for r in got], [r.routing_RLE for r in expected])
 
 
 @pytest.mark.parametrize("preset", ["bf16", "mxfp8", "nvfp4_all"])
