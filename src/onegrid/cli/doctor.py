@@ -19,6 +19,7 @@ from torch import Tensor
 
 from onegrid.errors import OnegridError
 from onegrid.formats import QUANTIZERS, digest, quantize
+from onegrid.ops.native import refusal
 from onegrid.ops.operand import compute_dtype
 from onegrid.ops.selftest import self_test
 from onegrid.ops.table import kernels_for
@@ -35,6 +36,7 @@ EXTRAS = {
     "mlflow": ("mlflow-skinny", "sqlalchemy", "alembic"),
     "trackio": ("trackio",),
     "report": ("plotly", "jinja2"),
+    "serve": ("starlette", "uvicorn"),
 }
 """Libraries by the extra of pyproject.toml that brings them."""
 
@@ -64,6 +66,9 @@ CODES = {
     "fp8_128x128_fp32": "f0b0dd19f5c8c7bc",
 }
 """Digest of the codes, scales and amax that each format gives the tensor of `known_tensor`, on any device."""
+
+INPUTS = {"fp8_128x128": "fp8_1x128", "fp8_128x128_fp32": "fp8_1x128_fp32"}
+"""Format of the inputs of a linear whose weights are in tiles; others go with their own."""
 
 HEADS, VOCABULARY = (8, 2, 32), 512
 SHAPES = {(256, 256), (512, 256), (256, 512)}
@@ -166,7 +171,14 @@ def _formats(place: torch.device) -> list[Finding]:
         found = f"{digest(quantize(x, QUANTIZERS[name])):016x}"
         if found != CODES[name]:
             return False, f"codes with digest {found} instead of {CODES[name]}: this device rounds otherwise"
-        return True, f"defined codes; products decoded to {dtype}, not native"
+        quantizer = QUANTIZERS[name]
+        partner = QUANTIZERS[INPUTS.get(name, name)]
+        native = (
+            "native not here"
+            if refusal(quantizer, partner, (512, 512), place)
+            else 'native by recipe.matmul = "native"'
+        )
+        return True, f"defined codes; products decoded to {dtype}; {native}"
 
     return [_tried("format", name, lambda name=name: work(name)) for name in CODES]  # type: ignore[misc]
 
