@@ -67,6 +67,12 @@ def test_a_required_library_that_is_missing_is_found(monkeypatch):
         doctor.examine("tpu")
 
 
+def test_an_extra_to_install_is_printed_as_it_is_typed(monkeypatch, capsys):
+    monkeypatch.setitem(doctor.EXTRAS, "hf", ("a-library-that-is-not-here",))
+    assert doctor.run("cpu"), "no run needs it"
+    assert "pip install 'onegrid[hf]'" in capsys.readouterr().out
+
+
 def test_the_doctor_knows_the_libraries_of_the_project():
     assert [d.partition(">")[0].partition("<")[0] for d in PROJECT["dependencies"]] == list(doctor.REQUIRED)
     extras = PROJECT["optional-dependencies"]

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from onegrid.errors import OnegridError
@@ -36,7 +37,7 @@ EXTRAS = {
     "mlflow": ("mlflow-skinny", "sqlalchemy", "alembic"),
     "trackio": ("trackio",),
     "report": ("plotly", "jinja2"),
-    "serve": ("starlette", "uvicorn"),
+    "serve": ("starlette", "uvicorn", "httpx"),
 }
 """Libraries by the extra of pyproject.toml that brings them."""
 
@@ -101,7 +102,7 @@ def run(device: str = "auto", *, as_json: bool = False) -> bool:
         table = Table(title=about, title_justify="left", show_header=False, box=None, title_style="bold")
         for f in (f for f in findings if f.about == about):
             state = f"[{colors[f.state]}]{f.state}[/]" if colors[f.state] else f.state
-            table.add_row(f"  {f.name}", state, f.detail)
+            table.add_row(f"  {f.name}", state, Text(f.detail))
         console.print(table)
     console.print("everything that a run needs works here" if healthy else "[bold red]a run cannot work here[/]")
     return healthy
