@@ -15,11 +15,11 @@ from rich.table import Table
 from onegrid.errors import ConfigError
 from onegrid.ops.pins import pin
 from onegrid.recipe import preset
-from onegrid.study import bench
+from onegrid.study import bench, bench_linears
 from onegrid.study.bench import Row
 from onegrid.study.parts import find_device
 
-PARTS = ("ops", "sampler", "learner", "sync")
+PARTS = ("ops", "sampler", "learner", "sync", "linears", "host", "experts")
 
 
 def run(
@@ -74,6 +74,12 @@ def run(
             found = bench.bench_sampler(shape, names, sizes, where, prompt=prompt, new=new, layers=layers)
         elif part == "learner":
             found = bench.bench_learner(shape, names, where, tokens=tokens, layers=layers)
+        elif part == "linears":
+            found = bench_linears.bench_linears(shape, where, tokens=tokens)
+        elif part == "host":
+            found = bench_linears.bench_host(shape, names, where, layers=layers)
+        elif part == "experts":
+            found = bench_linears.bench_experts(where, layers=layers or 2, batches=sizes, new=new)
         else:
             found = bench.bench_sync(shape, names, where, layers=layers)
         for row in found:

@@ -13,12 +13,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from onegrid.formats import QUANTIZERS, quantize
+from onegrid.formats import QUANTIZERS
 from onegrid.learner.config import LearnerConfig
 from onegrid.learner.learner import Learner
 from onegrid.model.canonical import Snapshot
 from onegrid.model.live import LiveWeights
+from onegrid.model.publish import publish
 from onegrid.model.spec import ModelSpec, tensor_shapes
+from onegrid.model.stacks import is_stack
 from onegrid.ops.operand import operand
 from onegrid.ops.packed_attention import segments_of
 from onegrid.ops.table import kernels_for
@@ -65,6 +67,27 @@ SHAPES = {
         "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
     },
+    "qwen3-30b-a3b": _QWEN3
+    | {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
+}
+SHAPES["tiny-moe"] = SHAPES["tiny"] | {
+    "model_type": "qwen3_moe",
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
 }
 """Models by shape; their weights are random."""
 
@@ -107,10 +130,10 @@ def seconds(function: Callable[[], object], device: torch.device, *, repeats: in
     """Median seconds of a call, the device's work included."""
     times = []
     for index in range(warmups + repeats):
-        _wait(device)
+        wait(device)
         began = time.perf_counter()
         function()
-        _wait(device)
+        wait(device)
         if index >= warmups:
             times.append(time.perf_counter() - began)
     return sorted(times)[len(times) // 2]
@@ -134,21 +157,28 @@ def random_tensors(spec: ModelSpec, device: torch.device) -> dict[str, Tensor]:
 
 
 def engine(
-    shape: str, preset: str, device: torch.device, *, slots: int, max_len: int, layers: int | None = None
+    shape: str,
+    preset: str,
+    device: torch.device,
+    *,
+    slots: int,
+    max_len: int,
+    layers: int | None = None,
+    weights: str = "auto",
 ) -> Engine:
     """An engine with random weights, version 0."""
     spec, plan = spec_and_plan(shape, preset, layers)
-    live = LiveWeights(spec, plan, side="sampler", device=device)
-    for name, value in random_tensors(spec, device).items():
-        planned = plan[name].sampler_weight
-        held = value if planned is None else quantize(value, QUANTIZERS[planned])
-        parts = {"values": held} if isinstance(held, Tensor) else {"codes": held.codes, "scales": held.scales}
-        if not isinstance(held, Tensor) and held.amax is not None:
-            parts["amax"] = held.amax
-        for part, target in live.parts(name).items():
-            target.copy_(parts[part])
+    live = LiveWeights(spec, plan, side="sampler", device=device, weights=weights)
+    tensors = random_tensors(spec, device)
+    values = {}
+    for key, names in live.keys.items():
+        parts = [tensors.pop(name) for name in names]
+        values[key] = torch.stack(parts) if is_stack(key) else parts[0]
+    for key, value in publish(values, live.keys, plan, side="sampler").items():
+        live.write(key, value)
+    del values
     live.derive()
-    config = SamplerConfig(max_slots=slots, max_len=max_len, prefill_tokens=16_384)
+    config = SamplerConfig(max_slots=slots, max_len=max_len, prefill_tokens=16_384, weights=weights)
     return Engine(live, config, version=0)
 
 
@@ -200,7 +230,7 @@ def graph_seconds(function: Callable[[], object], device: torch.device) -> float
         return seconds(function, device, repeats=5)
     for _ in range(2):
         function()
-    _wait(device)
+    wait(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(8):
@@ -294,6 +324,19 @@ def _sync(learner: Learner, sampler: Engine) -> None:
     push(Snapshot(version=learner.version, plan_digest=learner.plan.digest, tensors=tensors), sampler)
 
 
+def rollout_of(request: Request) -> Rollout:
+    """Made-up tokens for a request, as many as it asks for."""
+    count = request.sampling.max_new_tokens
+    return Rollout(
+        request=request,
+        tokens_R=torch.arange(count) % 7,
+        logp_R=torch.full((count,), -3.0),
+        version_R=torch.zeros(count, dtype=torch.int64),
+        finish="length",
+        text="",
+    )
+
+
 def batch_of(rollouts: list[Rollout]) -> Batch:
     """Every rollout as a training sequence, advantages alternating."""
     sequences = []
@@ -313,6 +356,7 @@ def batch_of(rollouts: list[Rollout]) -> Batch:
     return Batch(sequences=tuple(sequences))
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Until the device has done all it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
