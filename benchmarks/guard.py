@@ -21,8 +21,9 @@ from rich.console import Console
 
 from onegrid.config import load_config
 from onegrid.formats import digest
-from onegrid.guard import audit, byte_comparison, digests, freshness, probe, selfcheck
+from onegrid.guard import audit, byte_comparison, digests, freshness, probe, selfcheck, storage
 from onegrid.guard.guard import CHECKS, GuardConfig, guard_of
+from onegrid.learner import learner
 from onegrid.rl.loop import train
 from onegrid.rl.progress import Display
 from onegrid.rl.record import Record
@@ -32,10 +33,14 @@ PARTS = {
     "bytes": (byte_comparison, "compare_bytes"),
     "audit": (audit, "audit"),
     "digest": (digests, "compare_digests"),
+    "storage": (storage, "compare_storage"),
     "selfcheck": (selfcheck, "selfcheck"),
     "probe": (probe, "probe"),
     "freshness": (freshness, "fresh_sampler"),
+    "operands": (digests, "doubts"),
+    "codes when made": (learner, "sums_of"),
 }
+"""Checks, and what is done for them beside: the bytes of both sides' operands compared, digests of codes when they are made."""
 
 
 def run_steps(path: Path, guard: GuardConfig, num_steps: int) -> tuple[float, float, dict[str, float]]:
@@ -72,7 +77,7 @@ def run_steps(path: Path, guard: GuardConfig, num_steps: int) -> tuple[float, fl
     finally:
         for name, (module, function) in PARTS.items():
             setattr(module, function, originals[name])
-    each = {name: sum(seconds[1:]) / max(1, len(seconds) - 1) for name, seconds in spent.items()}
+    each = {name: sum(seconds[1:]) / num_steps for name, seconds in spent.items()}
     return processor / num_steps, wall / num_steps, each
 
 
@@ -99,16 +104,17 @@ def main() -> None:
     """Print one line a number."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", nargs="?", type=Path, default=Path("configs/quickstart.toml"))
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=8)
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads")
     processor, wall, each = run_steps(arguments.config, GuardConfig(), arguments.steps)
     bare, bare_wall, _ = run_steps(arguments.config, GuardConfig(off=CHECKS), arguments.steps)
     print(f"step with all checks      {processor:8.4f} s processor  {wall:8.4f} s wall")
     print(f"step with all of them off {bare:8.4f} s processor  {bare_wall:8.4f} s wall (the transaction stays)")
     for name, seconds in each.items():
-        print(f"  {name:12} {1000 * seconds:8.2f} ms  {seconds / processor:7.2%} of a step")
-    print(f"  together     {1000 * sum(each.values()):8.2f} ms  {sum(each.values()) / processor:7.2%}")
+        print(f"  {name:20} {1000 * seconds:8.2f} ms  {seconds / processor:7.2%} of a step")
+    print(f"  together             {1000 * sum(each.values()):8.2f} ms  {sum(each.values()) / processor:7.2%}")
     print(f"digest {digest_speed(64 << 20) / 1e9:.3f} GB a processor second")
 
 

@@ -1,11 +1,11 @@
 """Byte comparison on the learner (C2): what its forward reads is what it publishes, and that is its own masters' grid.
 
 Three links, every tensor. Masters to codes: torch has not written to a master since its codes were made, and the codes
-have the digest that they were made with. Codes to operands: both have the digests of their receipt (`model.receipts`).
-Operands to linears: every linear reads these operands, with the backward mode of the plan. Where something is not as it
-was, codes are quantized again and compared byte for byte. What none of it sees, a making that does not repeat or memory
-of a master that changed by itself, is found in turns: with n storage keys, m a synchronization are quantized and
-derived again whatever their digests say, each within ceil(n / m) synchronizations.
+have the digest that they were made with. Codes to operands: the operands are the bytes that the sampler derived from
+its own copy of the codes. Operands to linears: every linear reads these operands, with the backward mode of the plan.
+Where something is not as it should be, codes are quantized and operands derived again, and compared byte for byte.
+What none of it sees, a making that does not repeat or a master that changed by itself, is found in turns: with n
+storage keys, m a synchronization are made again whatever their digests say, each within ceil(n / m) synchronizations.
 """
 
 from __future__ import annotations
@@ -21,19 +21,23 @@ from onegrid.guard.verdict import Verdict, closed, failed, passed, shorten
 from onegrid.learner.learner import Learner
 from onegrid.model.canonical import parts_of, raw_bytes
 from onegrid.model.publish import publish
-from onegrid.model.receipts import canonical_parts, sums_of
+from onegrid.model.derived import canonical_parts, sums_of
 from onegrid.model.stacks import is_stack
 
 CHECK, CONDITION = "bytes", "C2"
 
 
 @torch.no_grad()
-def compare_bytes(learner: Learner, *, per_sync: int = 1) -> Verdict:
-    """Masters to codes to operands to linears, every tensor. per_sync  keys that are made again in any case."""
-    return closed(CHECK, CONDITION, lambda: _compare(learner, per_sync))
+def compare_bytes(learner: Learner, *, doubted: Iterable[str] | None = None, per_sync: int = 1) -> Verdict:
+    """Masters to codes to operands to linears, every tensor.
+
+    doubted   keys whose operands the sampler does not hold in the same bytes; None: nobody compared
+    per_sync  keys that are made again in any case
+    """
+    return closed(CHECK, CONDITION, lambda: _compare(learner, doubted, per_sync))
 
 
-def _compare(learner: Learner, per_sync: int) -> Verdict:
+def _compare(learner: Learner, doubted: Iterable[str] | None, per_sync: int) -> Verdict:
     live, plan = learner.live, learner.plan
     canonical = dict(zip(live.held, sums_of([canonical_parts(x) for x in live.held.values()]), strict=True))
     turn = due(list(learner.masters), version=learner.version, per_sync=per_sync)
@@ -51,8 +55,7 @@ def _compare(learner: Learner, per_sync: int) -> Verdict:
             "after which it did not quantize, or memory that was overwritten",
         )
     try:
-        live.verify_operands(canonical)
-        live.rederive(turn)
+        live.verify(None if doubted is None else dict.fromkeys([*doubted, *turn]))
     except SyncError as error:
         return failed(
             CHECK,

@@ -10,6 +10,12 @@ from torch import Tensor
 from onegrid.guard.locate import same_multiset
 from onegrid.model.canonical import raw_bytes
 
+OLD_ADDRESSES = "the update went into other storage than the one that serves: a graph or kernel holds old addresses"
+OTHER_CACHE = "keys and values are cached in another format than the plan says"
+TABLES = "a buffer that no checkpoint holds came back wrong: the table of the rotary embedding"
+HEAD = "a head that was not made again: a tied copy of the embedding, of an older version"
+DERIVED = "something outside the digest was not made again, and no known place shows it"
+
 
 def cause_of(
     name: str,

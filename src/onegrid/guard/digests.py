@@ -1,8 +1,8 @@
 """Digest check (C2, C3): every tensor, from the storage that the sampler's kernels read, against the learner's bytes.
 
-Canonical bytes have the manifest's digests. What is derived of them has those of its receipt (`model.receipts`), and
-where both sides derive in one layout, the learner's too: two derivations that know nothing of each other. Some are
-derived again in turns. A tensor that differs is named down to row and block where the sampler lets its bytes be read.
+Canonical bytes have the manifest's digests. What is derived of them is the same bytes as the learner's, where both
+sides derive in one layout: two derivations that know nothing of each other. Anything else, and some in turns, is
+derived again. A tensor that differs is named down to row and block where the sampler lets its bytes be read.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from onegrid.guard.causes import cause_of
 from onegrid.guard.locate import first_difference
 from onegrid.guard.turns import due
 from onegrid.guard.verdict import Verdict, closed, could_not_tell, failed, passed, shorten
+from onegrid.learner.learner import Learner
 from onegrid.model.canonical import Snapshot, parts_of
-from onegrid.model.receipts import Receipt
+from onegrid.model.derived import in_doubt
+from onegrid.model.stacks import stack_key
 from onegrid.sampler.base import Sampler
 from onegrid.sampler.intake import expected_digests
 from onegrid.types import Manifest
@@ -34,16 +36,16 @@ def compare_digests(
     snapshot: Snapshot,
     *,
     previous: Manifest | None = None,
-    receipts: Mapping[str, Receipt] | None = None,
+    doubted: Iterable[str] | None = None,
     per_sync: int = 1,
 ) -> Verdict:
     """The learner's digests against the sampler's, all tensors.
 
     previous  helps to tell a stale tensor
-    receipts  of the learner's own derivations
+    doubted   storage keys whose operands are not the learner's bytes; None: nobody compared
     per_sync  how many are derived again in any case
     """
-    return closed(CHECK, CONDITION, lambda: _compare(manifest, sampler, snapshot, previous, receipts or {}, per_sync))
+    return closed(CHECK, CONDITION, lambda: _compare(manifest, sampler, snapshot, previous, doubted, per_sync))
 
 
 def _compare(
@@ -51,13 +53,17 @@ def _compare(
     sampler: Sampler,
     snapshot: Snapshot,
     previous: Manifest | None,
-    receipts: Mapping[str, Receipt],
+    doubted: Iterable[str] | None,
     per_sync: int,
 ) -> Verdict:
     expected = expected_digests(manifest)
     try:
-        found = sampler.digest(expected)
-        _compare_derived(sampler, receipts, version=manifest.version, per_sync=per_sync)
+        if doubted is None:
+            found = sampler.digest(expected)
+        else:
+            found = sampler.canonical_digests(expected)  # type: ignore[attr-defined]
+            turn = due(list(dict.fromkeys(map(stack_key, expected))), version=manifest.version, per_sync=per_sync)
+            sampler.rederive(dict.fromkeys([*doubted, *turn]))  # type: ignore[attr-defined]
     except SyncError as error:
         cause = _STALE if error.condition == "C3" else ""
         return failed(
@@ -76,25 +82,15 @@ def _compare(
     return differing(wrong, sampler, snapshot, previous=previous)
 
 
-def _compare_derived(sampler: Sampler, receipts: Mapping[str, Receipt], *, version: int, per_sync: int) -> None:
-    """SyncError C3 where the two sides derived different bytes, or a second derivation gives others than the first."""
-    derived = getattr(sampler, "derived", None)
-    if derived is None:
-        return
-    theirs: Mapping[str, Receipt] = derived()
-    apart = [
-        key
-        for key, mine in receipts.items()
-        if key in theirs and theirs[key].layout == mine.layout and theirs[key].product != mine.product
-        if theirs[key].source == mine.source
-    ]
-    sampler.rederive([*apart, *due(list(theirs), version=version, per_sync=per_sync)])  # type: ignore[attr-defined]
-    if apart:
-        raise SyncError(
-            f"learner and sampler derived different operands of the same codes: {shorten(apart)}",
-            condition="C3",
-            tensors=tuple(apart),
-        )
+def doubts(learner: Learner, sampler: Sampler) -> list[str] | None:
+    """Storage keys whose operands, in the storage that kernels read, are not the same bytes on both sides.
+
+    None where the sampler cannot show its operands to this process, or they are not understood.
+    """
+    try:
+        return in_doubt(learner.live.operands, sampler.operands())  # type: ignore[attr-defined]
+    except (AttributeError, TypeError, ValueError, CapabilityError):
+        return None
 
 
 def differing(

@@ -15,9 +15,10 @@ from onegrid.guard import inject_grid as grid
 from onegrid.guard import inject_learner as learner
 from onegrid.guard import inject_state as state
 from onegrid.guard import inject_transfer as transfer
+from onegrid.guard.causes import HEAD, OLD_ADDRESSES, OTHER_CACHE, TABLES
 from onegrid.guard.injection import Bench
 
-AUDIT, DIGEST, SELF, PROBE = "audit", "digest", "selfcheck", "probe"
+AUDIT, DIGEST, STORAGE, SELF, PROBE = "audit", "digest", "storage", "selfcheck", "probe"
 FRESH, SENTINEL, BYTES, TRANSACTION, WAKE = "freshness", "sentinel", "bytes", "transaction", "wake"
 FINITE = "finite"
 
@@ -35,6 +36,8 @@ class Fault:
     """Checks that must object, in the order of the guard; empty for a change that is no fault."""
     reported: tuple[str, ...] = ()
     """Conditions under which a check may report it; empty for `condition` alone."""
+    cause: str = ""
+    """The cause that the check that names it rightly must give; empty where any will do."""
     names: bool = True
     """Whether it concerns canonical tensors, which a check must then name exactly."""
     model: str = "moe"
@@ -123,10 +126,11 @@ _ROWS = (
         "C1",
         "the sampler keeps keys and values in FP8, the plan says BF16",
         state.cache_grid,
+        STORAGE,
         PROBE,
         SENTINEL,
-        reported=("C1", "C4"),
         names=False,
+        cause=OTHER_CACHE,
     ),
     _fault(
         "floor_exponents",
@@ -214,10 +218,11 @@ _ROWS = (
         "C3",
         "a head that keeps an old copy of the embedding",
         state.tied_copy,
+        STORAGE,
         PROBE,
         SENTINEL,
-        reported=("C3", "C4"),
         names=False,
+        cause=HEAD,
         model="tied",
     ),
     _fault(
@@ -225,28 +230,31 @@ _ROWS = (
         "C3",
         "a buffer that no checkpoint holds comes back wrong",
         state.table_corrupted,
+        STORAGE,
         PROBE,
         SENTINEL,
-        reported=("C3", "C4"),
         names=False,
+        cause=TABLES,
     ),
     _fault(
         "outside_graph_storage",
         "C4",
         "one layer's update is written outside the storage that serves",
         state.graph_with_old_addresses(True),
+        STORAGE,
         PROBE,
         SENTINEL,
-        names=False,
+        cause=OLD_ADDRESSES,
     ),
     _fault(
         "graph_with_old_addresses",
         "C4",
         "what serves was captured with the old addresses",
         state.graph_with_old_addresses(False),
+        STORAGE,
         PROBE,
         SENTINEL,
-        names=False,
+        cause=OLD_ADDRESSES,
     ),
     _fault("bucket_lost", "C5", "a bucket never arrives", transfer.bucket_lost, TRANSACTION, *_WEIGHTS),
     _fault("bucket_twice", "C5", "a bucket arrives twice", transfer.bucket_twice, TRANSACTION, names=False),

@@ -16,7 +16,7 @@ from typing import Literal
 from torch import Tensor
 
 from onegrid.errors import CapabilityError, ConfigError, RecipeError, SyncError
-from onegrid.guard import audit, byte_comparison, digests, freshness, probe, selfcheck, sentinel
+from onegrid.guard import audit, byte_comparison, digests, freshness, probe, selfcheck, sentinel, storage
 from onegrid.guard.fallback import fall_back
 from onegrid.guard.incident import page
 from onegrid.guard.verdict import FailedChecks, Verdict, failed
@@ -26,7 +26,7 @@ from onegrid.sampler.base import Sampler
 from onegrid.sync import DEFAULT_BUCKET_BYTES, SyncReport, push
 from onegrid.types import Batch, Manifest
 
-CHECKS = ("bytes", "audit", "digest", "selfcheck", "probe", "freshness", "sentinel")
+CHECKS = ("bytes", "audit", "digest", "storage", "selfcheck", "probe", "freshness", "sentinel")
 """Beside these the transaction (C5) is part of every synchronization and cannot be switched off."""
 
 Policy = Literal["stop", "resend", "bf16"]
@@ -43,10 +43,13 @@ class GuardConfig:
     and go on, which the record says."""
     unknown: Literal["stop", "record"] = "stop"
     """What `could not tell` does: stop as a failure does, or only stand in the record."""
-    linears_per_sync: int = 2
+    linears_per_sync: int = 1
     """How many linears the self-check takes each time, all experts of a layer counting as one; so many storage keys
     are also quantized and derived again on both sides, whatever their digests say. All have their turn in so many
     synchronizations as this goes into their number."""
+    probe_every: int = 8
+    """Synchronizations from probe to probe, where the sampler decodes without graphs, promises bits and shows what it
+    reads, so that digest and storage check have seen what a probe can see; any other is probed every time."""
     probe_band: float | None = None
     """Largest difference (nats) of a probe from an engine that promises no bits."""
     calibration: str = ""
@@ -57,10 +60,9 @@ class GuardConfig:
         unknown = [name for name in self.off if name not in CHECKS]
         if unknown:
             raise ConfigError(f"off names {', '.join(unknown)}; the checks are {', '.join(CHECKS)}")
-        if self.linears_per_sync < 1 or self.bucket_bytes < 1:
-            raise ConfigError(
-                f"linears_per_sync {self.linears_per_sync} and bucket_bytes {self.bucket_bytes} must be at least 1"
-            )
+        for name in ("linears_per_sync", "bucket_bytes", "probe_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.probe_band is not None and not 0 <= self.probe_band < float("inf"):
             raise ConfigError(f"probe_band is {self.probe_band}; it must be finite and not negative")
 
@@ -92,6 +94,8 @@ class Guard:
     """Of the probe at the version before."""
     manifest: Manifest | None = None
     """Of the version before."""
+    doubted: bool = False
+    """Whether the synchronization before was refused."""
     bf16: list[str] = field(default_factory=list)
     """Tensors that fell back to BF16."""
     observe: Callable[[list[Verdict]], None] | None = None
@@ -189,9 +193,8 @@ def _helped(report: GuardReport, error: FailedChecks, action: str) -> GuardRepor
 
 def _attempt(learner: Learner, sampler: Sampler, guard: Guard) -> GuardReport:
     snapshot = Snapshot(version=learner.version, plan_digest=learner.plan.digest, tensors=learner.canonical())
-    verdicts = (
-        [byte_comparison.compare_bytes(learner, per_sync=guard.config.linears_per_sync)] if guard.runs("bytes") else []
-    )
+    guard.doubted = any(not v.passed for v in guard.seen)
+    verdicts: list[Verdict] = []
     guard.seen = verdicts
     answers: list[Tensor] = []
 
@@ -204,8 +207,6 @@ def _attempt(learner: Learner, sampler: Sampler, guard: Guard) -> GuardReport:
         if wrong:
             raise FailedChecks(wrong[0].found, wrong)
 
-    if guard.observe is None and guard.objections(verdicts):
-        raise _refusal(guard.objections(verdicts), learner, sampler)
     try:
         report = push(snapshot, sampler, bucket_bytes=guard.config.bucket_bytes, prove=prove)
     except FailedChecks as error:
@@ -223,7 +224,12 @@ def _examine(
 ) -> list[Verdict]:
     """Every check of a commit that can still be undone."""
     out: list[Verdict] = []
-    before = guard.manifest
+    before, per_sync = guard.manifest, guard.config.linears_per_sync
+    doubted = None
+    if guard.runs("bytes") or guard.runs("digest"):
+        doubted = digests.doubts(learner, sampler)
+    if guard.runs("bytes"):
+        out.append(byte_comparison.compare_bytes(learner, doubted=doubted, per_sync=per_sync))
     if guard.runs("audit"):
         out.append(audit.audit(learner.plan, sampler))
     if guard.runs("digest"):
@@ -233,13 +239,15 @@ def _examine(
                 sampler,
                 snapshot,
                 previous=before,
-                receipts=learner.live.receipts,
-                per_sync=guard.config.linears_per_sync,
+                doubted=doubted,
+                per_sync=per_sync,
             )
         )
+    if guard.runs("storage") and storage.can_see(sampler):
+        out.append(storage.compare_storage(learner, sampler))
     if guard.runs("selfcheck"):
-        out.append(selfcheck.selfcheck(learner.plan, sampler, snapshot, per_sync=guard.config.linears_per_sync))
-    if guard.runs("probe"):
+        out.append(selfcheck.selfcheck(learner.plan, sampler, snapshot, per_sync=per_sync))
+    if guard.runs("probe") and _probe_is_due(sampler, guard, manifest.version):
         verdict, new = probe.probe(
             learner,
             sampler,
@@ -255,6 +263,13 @@ def _examine(
         last = None if before is None else before.version
         out.append(freshness.fresh_sampler(sampler, version=manifest.version, before=last))
     return out
+
+
+def _probe_is_due(sampler: Sampler, guard: Guard, version: int) -> bool:
+    """Every time for most; see `GuardConfig.probe_every`. By version, so that a resumed run does what it would have."""
+    can = sampler.capabilities
+    rests = can.bits and not can.captured and storage.can_see(sampler) and guard.runs("storage")
+    return not rests or guard.manifest is None or guard.doubted or version % guard.config.probe_every == 0
 
 
 def _refused(error: SyncError, snapshot: Snapshot, sampler: Sampler, guard: Guard) -> Verdict:

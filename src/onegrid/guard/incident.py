@@ -19,6 +19,7 @@ ADVICE = {
     "audit": "compare `onegrid plan` with the sampler's own list of exclusions; names are compared whole",
     "digest": "send the version again; if the same tensors differ, look at the sampler's loader and its rounding",
     "transaction": "look at the transport; buckets may come in any size and order, each byte once",
+    "storage": "look at what serves beside the weights; the line above says which part",
     "probe": "look at what is outside the digest: captured graphs, tied copies, tables, the cache's format",
     "selfcheck": "look at the layout that the kernel reads, and at the quantizer of its inputs",
     "bytes": "the learner is not consistent with itself: resume from the last checkpoint",

@@ -132,6 +132,7 @@ def graph_with_old_addresses(one_only: bool) -> Callable[[Bench], None]:
             if bench.armed and not graph:
                 graph.update(weights.operands)
                 keys = moved_key(bench) if one_only else list(graph)
+                bench.touch([name for key in keys for name in weights.keys[key]])
                 for key in keys:
                     old = weights.operands[key]
                     weights.operands[key] = Operand(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from onegrid.guard.causes import DERIVED, OLD_ADDRESSES
 from onegrid.guard.verdict import Verdict, closed, could_not_tell, failed, passed
 from onegrid.learner.learner import Learner
 from onegrid.model.canonical import Snapshot, parts_of
@@ -95,17 +96,17 @@ def _judge(
                 CONDITION,
                 expected="the learner's own answer, byte for byte",
                 found=f"{way}: log-probabilities apart by up to {apart:.3g} nats" + (_BEFORE if as_before else ""),
-                cause=_STORAGE if as_before else _DERIVED,
+                cause=OLD_ADDRESSES if as_before else DERIVED,
             )
         if not bits and as_before and changed:
             told = f"{way}: the answer of the version before, though weights have changed"
-            return failed(CHECK, CONDITION, expected="another answer", found=told, cause=_STORAGE)
+            return failed(CHECK, CONDITION, expected="another answer", found=told, cause=OLD_ADDRESSES)
         if not bits and band is None:
             told = f"{way}: apart by up to {apart:.3g} nats, and no band is calibrated (guard.probe_band)"
             return could_not_tell(CHECK, CONDITION, expected="an answer within the band", found=told)
         if not bits and band is not None and apart > band:
             told = f"{way}: apart by up to {apart:.3g} nats"
-            return failed(CHECK, CONDITION, expected=f"within {band:.3g} nats", found=told, cause=_DERIVED)
+            return failed(CHECK, CONDITION, expected=f"within {band:.3g} nats", found=told, cause=DERIVED)
     return passed(CHECK, CONDITION)
 
 
@@ -150,5 +151,3 @@ def _shapes(answers: Sequence[Tensor]) -> str:
 
 
 _BEFORE = ", and they are those of the version before"
-_STORAGE = "the update went into other storage than the one that serves: a graph or kernel that holds old addresses"
-_DERIVED = "something the digest does not cover was not made again: a tied copy, a table, the grid of the cache"

@@ -26,7 +26,7 @@ from onegrid.model.decoder import decode_rows, head_name
 from onegrid.model.kv import kv_grid
 from onegrid.model.live import LiveWeights
 from onegrid.model.publish import publish
-from onegrid.model.receipts import canonical_parts, sums_of
+from onegrid.model.derived import canonical_parts, sums_of
 from onegrid.model.rope import rope_table
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.model.stacks import is_stack, stacks
@@ -76,9 +76,7 @@ class Learner:
         self.adapters = adapters_of(config.lora, spec, self.masters) if config.lora else None
         self.trained = self.adapters.factors if self.adapters else self.masters
         """What the optimizer moves, by name: the masters, or the factors of their adapters."""
-        self.live = LiveWeights(
-            spec, plan, side="learner", device=self.device, kernels=kernels, weights=config.weights
-        )
+        self.live = LiveWeights(spec, plan, side="learner", device=self.device, kernels=kernels, weights=config.weights)
         self.live.derive()
         self.grad_weights = GradWeights(self.live, self.masters)
         self.align = _alignment(plan)
@@ -165,7 +163,7 @@ class Learner:
         self._settle()
         packed = pack(sequences, align=self.align, device=self.device)
         replay = Replay(sequences, packed, forced=self.config.replay_routing)
-        self._reach(int(packed.rows.positions_N.max()) + 1)
+        self.reach(int(packed.rows.positions_N.max()) + 1)
         hidden_ND = decode_rows(
             self.spec,
             self.grad_weights,
@@ -308,7 +306,9 @@ class Learner:
             )
         for name in ("version", "num_updates"):
             if type(state[name]) is not int or state[name] < 0:
-                raise CheckpointError(f"the learner's state has {name} {state[name]!r}; it must be an integer from 0 on")
+                raise CheckpointError(
+                    f"the learner's state has {name} {state[name]!r}; it must be an integer from 0 on"
+                )
         shapes = {key: tuple(t.shape) for key, t in self.masters.items()}
         if not self.adapters and {key: tuple(t.shape) for key, t in state["masters"].items()} != shapes:
             raise CheckpointError("the state's tensors are not those of this model")
@@ -337,7 +337,8 @@ class Learner:
                         f"the optimizer's {name} of {names[id(param)]} {found}; it must be {tuple(param.shape)}"
                     )
 
-    def _reach(self, num_positions: int) -> None:
+    def reach(self, num_positions: int) -> None:
+        """Makes the position table long enough. CapabilityError beyond the model's positions."""
         if num_positions > self.spec.max_positions:
             raise CapabilityError(f"{num_positions} positions; the model has {self.spec.max_positions}")
         if num_positions > len(self.rope[0]):

@@ -7,7 +7,7 @@ written by anything but `derive`, and `verify` proves that they still follow fro
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch import Tensor
 from onegrid.errors import CapabilityError, SyncError, WeightsError
 from onegrid.formats import QUANTIZERS, Quantizer, QuantTensor, quantize
 from onegrid.model.canonical import Canonical, parts_of
-from onegrid.model.receipts import Receipt, canonical_parts, operand_parts, receipts_of, sums_of
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.model.stacks import is_stack, stack_key, stacks
 from onegrid.ops.grouped import Dispatch, grouped_matmul, take
@@ -24,9 +23,6 @@ from onegrid.ops.operand import Operand, operand, operand_of
 from onegrid.ops.pins import TILE
 from onegrid.ops.table import kernels_for
 from onegrid.recipe import Plan
-
-RECEIPT_BYTES = 1 << 26
-"""Operands that are kept while their digests are taken together."""
 
 
 class LiveWeights:
@@ -62,8 +58,6 @@ class LiveWeights:
         self.saved_bytes = 0
         """Of the operands that are not kept, after the first `derive`."""
         self.joined: dict[tuple[str, ...], Operand] = {}
-        self.receipts: dict[str, Receipt] = {}
-        """Of the last derivation of every operand."""
         self.activation = {key: self._quantizer(key, "activation") for key in self.keys}
         shapes = tensor_shapes(spec)
         for key, names in self.keys.items():
@@ -138,28 +132,18 @@ class LiveWeights:
         if self.weights == "codes":
             self.saved_bytes = self.saved_bytes or sum(map(self._derived_bytes, self.keys))
             return
-        made: list[tuple[str, Operand]] = []
         for key in self.keys if keys is None else keys:
             new = self._derived(key)
             if new is None:
                 continue
-            made.append((key, new))
-            if sum(o.values.nbytes for _, o in made) > RECEIPT_BYTES:
-                self._sign(made)
-                made.clear()
             old = self.operands.get(key)
             if old is None:
                 self.operands[key] = _owned(new)
             else:
                 for have, want in zip(_tensors(old), _tensors(new), strict=True):
                     have.copy_(want)
-        self._sign(made)
         if self.device.type == "cuda" and not self.joined:
             self._join()
-
-    def _sign(self, made: Iterable[tuple[str, Operand]]) -> None:
-        """Receipts for operands that were just computed."""
-        self.receipts |= receipts_of((key, canonical_parts(self.held[key]), operand_parts(new)) for key, new in made)
 
     def _join(self) -> None:
         """Lays operands that read the same activations one after another, so that one matmul reads them all.
@@ -201,30 +185,11 @@ class LiveWeights:
             return operand_of(held)
         return operand(held, None) if held.dim() >= 2 else None
 
-    def verify(self) -> None:
+    def verify(self, keys: Iterable[str] | None = None) -> None:
         """Raises SyncError (C3) naming all tensors whose operand differs in any byte from its re-derivation.
 
-        One pass over all storage: what holds the bytes of its receipt is not derived again.
+        keys  None for all. Where there is another side in this process, comparing with it is cheaper.
         """
-        canonical = dict(
-            zip(self.operands, sums_of([canonical_parts(self.held[k]) for k in self.operands]), strict=True)
-        )
-        self.verify_operands(canonical)
-
-    def verify_operands(self, canonical: Mapping[str, int]) -> None:
-        """As `verify`, where the digests of the canonical bytes are known, by key."""
-        operands = sums_of([operand_parts(o) for o in self.operands.values()])
-        in_doubt = [
-            key
-            for key, operand in zip(self.operands, operands, strict=True)
-            if (receipt := self.receipts.get(key)) is None
-            or (receipt.source, receipt.product) != (canonical[key], operand)
-        ]
-        if in_doubt:
-            self.rederive(in_doubt)
-
-    def rederive(self, keys: Iterable[str] | None = None) -> None:
-        """As `verify`, for `keys` (None for all), by deriving every operand again."""
         wrong: list[str] = []
         for key in self.keys if keys is None else keys:
             new = None if self.weights == "codes" else self._derived(key)

@@ -19,11 +19,11 @@ from onegrid.formats import QuantTensor
 from onegrid.model.canonical import format_of
 from onegrid.model.decoder import head_name
 from onegrid.model.live import LiveWeights
-from onegrid.model.receipts import Receipt
 from onegrid.model.rope import rope_table
 from onegrid.model.stacks import is_stack, stack_key
 from onegrid.ops.linear import matmul
 from onegrid.ops.logprob import log_probs
+from onegrid.ops.operand import Operand
 from onegrid.ops.pins import TILE, round_up
 from onegrid.recipe import Plan
 from onegrid.sampler.base import Capabilities, Live
@@ -35,6 +35,7 @@ from onegrid.sampler.graphs import Graphs
 from onegrid.sampler.intake import Intake
 from onegrid.sampler.prefill import Model, chunks, prefill
 from onegrid.sampler.remote import RemoteConfig
+from onegrid.sampler.serving import Serving, addresses_of
 from onegrid.sampler.stops import DecodeText
 from onegrid.sampler.vllm.config import VllmConfig
 from onegrid.types import Bucket, Manifest, Request, Rollout, Sampling
@@ -209,14 +210,31 @@ class Engine:
         """See `Intake.stored`."""
         return self.intake.stored(name)
 
-    def derived(self) -> dict[str, Receipt]:
-        """Receipts of the operands that kernels read, by storage key."""
-        return dict(self.weights.receipts)
+    def reads(self) -> Serving:
+        """What the next call would read."""
+        _, model = self._serving()
+        captured = {} if self.graphs is None else self.graphs.reads
+        return Serving(
+            proved=addresses_of(self.weights.operands),
+            read=addresses_of(model.weights.operands) | captured,
+            tables=model.rope,
+            kv_cache=model.weights.plan.kv_cache,
+            logits=model.logits,
+            head_VD=self.weights.tensor(head_name(self.weights.spec)),
+        )
+
+    def operands(self) -> dict[str, Operand]:
+        """What kernels read, by storage key, for a comparison in this process."""
+        return self.weights.operands
 
     @torch.no_grad()
     def rederive(self, keys: Iterable[str]) -> None:
         """SyncError C3 naming tensors of `keys` whose operand is not what their codes give when derived again."""
-        self.weights.rederive(keys)
+        self.weights.verify(keys)
+
+    def canonical_digests(self, names: Iterable[str]) -> dict[str, int]:
+        """As `digest`, without a look at the operands."""
+        return self.intake.canonical_digests(names)
 
     def begin(self, manifest: Manifest) -> None:
         """See `Intake.begin`."""

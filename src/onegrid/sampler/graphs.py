@@ -18,6 +18,7 @@ from onegrid.ops.pins import TILE, round_up
 from onegrid.sampler.cache import Cache, DecodeAttend
 from onegrid.sampler.draw import uniform
 from onegrid.sampler.prefill import Model
+from onegrid.sampler.serving import Addresses, addresses_of
 from onegrid.types import Sampling
 
 ENDED, STOPPED, FINITE, LENGTH = range(4)
@@ -100,6 +101,8 @@ class Graphs:
         self.state = State.empty(self.num_slots, max_len, hidden_size, device)
         self.graphs: dict[tuple[int, float, tuple[int, ...], bool], torch.cuda.CUDAGraph] = {}
         self.stops: dict[tuple[int, ...], Tensor] = {}  # graphs read them where they lie
+        self.reads: Addresses = {}
+        """Where the operands lay that the last captured step reads."""
         self.pool = torch.cuda.graph_pool_handle()
 
     def replay(self, model: Model, num_rows: int, sampling: Sampling) -> None:
@@ -120,6 +123,7 @@ class Graphs:
     def reset(self) -> None:
         """Drops every captured step, as after one that failed; the next run captures anew."""
         self.graphs.clear()
+        self.reads = {}
         self.pool = torch.cuda.graph_pool_handle()
 
     def _capture(self, model: Model, rows: int, sampling: Sampling) -> torch.cuda.CUDAGraph:
@@ -141,6 +145,7 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             step(model, self.cache, self.state, rows, sampling.temperature, stop_K, record)
+        self.reads = addresses_of(model.weights.operands)
         return graph
 
 

@@ -124,7 +124,7 @@ def _safe(bench: Bench, refused: bool) -> bool:
 
 
 def _named_right(fault: Fault, bench: Bench, verdict: Verdict) -> bool:
-    if verdict.condition not in (fault.reported or (fault.condition,)):
+    if verdict.condition not in (fault.reported or (fault.condition,)) or fault.cause not in ("", verdict.cause):
         return False
     return not fault.names or set(verdict.tensors) == bench.touched
 
@@ -148,7 +148,7 @@ def _note_time(bench: Bench, clock: dict[str, Any]) -> None:
 
 def _observed(fault: Fault, folder: Path) -> tuple[tuple[str, ...], dict[str, float], str]:
     bench = make_bench(fault.model, fault.preset)
-    config = GuardConfig(bucket_bytes=4096, linears_per_sync=ALL_LINEARS)
+    config = GuardConfig(bucket_bytes=4096, linears_per_sync=ALL_LINEARS, probe_every=1)
     guard = guard_of(config, bench.learner, bench.sampler)
     fires: list[str] = []
 
