@@ -158,7 +158,7 @@ class FieldInfo:
     type: str
     default: str
     """TOML text; empty where the key has none and must be given."""
-    owner: type
+    owner: Any
     """The class that has the key, for what it says about it."""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from onegrid.report.facts import eval_sets
-from onegrid.report.reading import Run
+from onegrid.report.reading import Run, is_number
 
 MAX_POINTS = 2000
 """Per line; of longer runs every bin of steps shows its smallest and its largest value, so that no peak is lost."""
@@ -236,8 +236,7 @@ def _stages(run: Run, i: int, several: bool) -> dict[str, Any]:
 
 
 def _value(value: object) -> float | None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if good else None  # type: ignore[arg-type]
+    return float(value) if is_number(value) else None
 
 
 def _depth(key: str) -> tuple[int, int, str]:

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from onegrid.errors import CheckpointError
 
@@ -61,7 +61,7 @@ class Run:
         return sorted({k for line in self.lines for k, v in line.items() if k.startswith(prefix) and is_number(v)})
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """A finite int or float; True and False are none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
