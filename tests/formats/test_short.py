@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onegrid.formats import QUANTIZERS, decode, quantize
+from onegrid.formats import QUANTIZERS, decode, quantize, quantize_decode
 from onegrid.formats.short import short_values
 from tests.bytes import assert_same_bytes
 from tests.formats import inputs
@@ -49,3 +49,17 @@ def test_what_it_does_not_cover_is_left_to_the_definition(bad):
     assert short_values(inputs.ordinary(4, 48), QUANTIZERS["mxfp8"]) is None
     assert short_values(inputs.ordinary(4, 64), QUANTIZERS["nvfp4_row"]) is None
     assert short_values(torch.zeros(0, 64), QUANTIZERS["mxfp8"]) is None
+
+
+@pytest.mark.parametrize("name", MX)
+@pytest.mark.parametrize("shape", [(64, 96), (3, 32, 40), (2, 3, 96, 7), (4096, 48)])
+def test_blocks_down_the_columns_have_the_bytes_and_the_layout_of_the_definition(name, shape):
+    x = inputs.ordinary(*shape).to(torch.bfloat16)
+    x[..., 1, :] = -0.0
+    x[..., 32:64, 2] = 0.0
+    values = short_values(x, QUANTIZERS[name], -2)
+    want = quantize_decode(x, QUANTIZERS[name], axis=-2).values
+    assert_same_bytes(values, want)
+    assert values.stride() == want.stride()
+    assert short_values(x.mT, QUANTIZERS[name], -2) is None  # not laid out row by row
+    assert short_values(x[..., :31, :].contiguous(), QUANTIZERS[name], -2) is None

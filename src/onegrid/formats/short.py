@@ -18,28 +18,30 @@ CHUNK_ELEMENTS = 1 << 17
 """What is worked on at once, so that it stays in the processor's cache."""
 
 
-def short_values(x_MK: Tensor, quantizer: Quantizer) -> Tensor | None:
-    """FP32 values of BF16 or FP32 `x_MK` along its last axis, or None where only the definition will do.
+def short_values(x: Tensor, quantizer: Quantizer, axis: int = -1) -> Tensor | None:
+    """FP32 values of BF16 or FP32 `x` [..., M, K] along `axis`, laid out as `x`; None where only the definition will do.
 
-    Covers two axes on a CPU, blocks of (1, w) that fill the rows, the rule "mx", signs kept.
+    Covers contiguous tensors on a CPU, blocks of (1, w) that fill the axis, the rule "mx", signs kept.
     """
-    if not _covers(x_MK, quantizer):
+    if not _covers(x, quantizer, axis):
         return None
-    out = torch.empty(x_MK.shape)
-    rows = max(1, CHUNK_ELEMENTS // x_MK.shape[1])
-    for start in range(0, len(x_MK), rows):
-        if not _fill(out[start : start + rows], x_MK[start : start + rows], quantizer):
+    out = torch.empty(x.shape)
+    block, width = quantizer.block[1] or 1, x.shape[-1]
+    # [blocks, numbers of a block, columns], or [rows, blocks, numbers of a block]; no block spans two of the first axis
+    shape = (-1, block, width) if axis == -2 else (-1, width // block, block)
+    x_B, out_B = x.view(shape), out.view(shape)
+    step = max(1, CHUNK_ELEMENTS // (x_B.shape[1] * x_B.shape[2]))
+    for start in range(0, len(x_B), step):
+        if not _fill(out_B[start : start + step], x_B[start : start + step], quantizer, 1 if axis == -2 else 2):
             return None
     return out
 
 
-def _fill(out: Tensor, x_MK: Tensor, quantizer: Quantizer) -> bool:
-    """Values into `out`, or False."""
-    rows, width = x_MK.shape
-    fmt, block = quantizer.fmt, quantizer.block[1] or 1
-    x = x_MK.float().view(rows, width // block, block)
-    magnitude = torch.abs(x, out=out.view_as(x))
-    amax = magnitude.amax(-1, keepdim=True)
+def _fill(out: Tensor, x: Tensor, quantizer: Quantizer, along: int) -> bool:
+    """Values into `out`, or False. along  the axis, of three, whose numbers share a scale"""
+    fmt, x = quantizer.fmt, x.float()
+    magnitude = torch.abs(x, out=out)
+    amax = magnitude.amax(along, keepdim=True)
     if not bool(amax.max() < _LARGEST) or bool(((amax < _SMALLEST) & (amax != 0)).any()):
         return False
     top = _bits(fmt.max)
@@ -55,18 +57,19 @@ def _fill(out: Tensor, x_MK: Tensor, quantizer: Quantizer) -> bool:
     return True
 
 
-def _covers(x_MK: Tensor, quantizer: Quantizer) -> bool:
+def _covers(x: Tensor, quantizer: Quantizer, axis: int) -> bool:
     across, along = quantizer.block
     return (
-        x_MK.device.type == "cpu"
-        and x_MK.dim() == 2
-        and x_MK.numel() > 0
-        and x_MK.dtype in (torch.bfloat16, torch.float32)
+        x.device.type == "cpu"
+        and x.dim() >= 2
+        and x.is_contiguous()
+        and x.numel() > 0
+        and x.dtype in (torch.bfloat16, torch.float32)
         and quantizer.rule == "mx"
         and quantizer.scale == "e8m0"
         and across == 1
         and along is not None
-        and x_MK.shape[1] % along == 0
+        and x.shape[axis] % along == 0
         and quantizer.zero_sign == "keep"
         and quantizer.nan == "element"
         and quantizer.ties == "even"
