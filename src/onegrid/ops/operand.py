@@ -57,8 +57,8 @@ def operand(x: Tensor, quantizer: Quantizer | None, *, axis: int = -1, amax: Ten
     if quantizer is None:
         values = x.to(torch.bfloat16).to(dtype)
         return Operand(values if axis == -1 else values.mT)
-    if axis == -1 and (short := short_values(x, quantizer)) is not None:
-        return Operand(short.to(dtype))
+    if amax is None and (short := short_values(x, quantizer, axis)) is not None:
+        return Operand(short.to(dtype) if axis == -1 else short.to(dtype).mT)
     if quantizer.matmul in ("decoded", "nvfp4"):
         if amax is None and worth_compiling(x, quantizer, axis):
             values, found = compiled_decode(x, quantizer, axis)
