@@ -201,6 +201,20 @@ def test_bars_have_the_shape_of_the_values():
     assert spark([float(i) for i in range(800)], 8) == "▁▂▃▄▅▆▇█"
 
 
+def test_pass_at_k_is_drawn_with_its_interval_where_it_was_measured(tmp_path):
+    folder = write_run(tmp_path / "run", num_steps=4)
+    assert "passes" not in [chart["id"] for chart in charts([read_run(folder)])]
+    key = "eval/held_out/pass_at_"
+    append(
+        folder,
+        step=4,
+        **{f"{key}{k}{end}": v for k in (16, 2) for end, v in (("", 0.5), ("_low", 0.25), ("_high", 1.0))},
+    )
+    chart = next(chart for chart in charts([read_run(folder)]) if chart["id"] == "passes")
+    assert [series["name"] for series in chart["series"]] == ["pass@2", "pass@16"]
+    assert (chart["series"][0]["below"], chart["series"][0]["above"]) == ([0.25], [0.5])
+
+
 def test_a_run_without_any_step_can_be_looked_at(tmp_path):
     folder = write_run(tmp_path / "run", done=0)
     run = read_run(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -144,7 +145,7 @@ LINES: list[dict[str, Any]] = [
 
 def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """All charts that have at least one number, and for the others only their title and why they are empty."""
-    found = [_lines(spec, runs) for spec in LINES]
+    found = [*(_lines(spec, runs) for spec in LINES), *_passes(runs)]
     for i, run in enumerate(runs):
         for make in (_gradient_groups, _stages):
             found.append(make(run, i, len(runs) > 1))
@@ -170,26 +171,41 @@ def _lines(spec: dict[str, Any], runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _accuracies(run: Run, i: int, num_runs: int) -> list[dict[str, Any]]:
-    """Points with intervals; one without an interval has bars of length 0."""
+    """Greedy accuracy of every held-out set."""
     found = []
     for j, name in enumerate(eval_sets(run)):
-        key = f"eval/{name}/accuracy"
-        steps, values = run.series(key)
-        ends = {end: dict(zip(*run.series(f"{key}_{end}"), strict=True)) for end in ("low", "high")}
         label = f"held-out accuracy{'' if name == 'held_out' else f' ({name})'}"
-        found.append(
-            {
-                "name": label if num_runs == 1 else f"{run.name}, {label}",
-                "key": key,
-                "x": steps,
-                "y": values,
-                "below": [v - ends["low"].get(s, v) for s, v in zip(steps, values, strict=True)],
-                "above": [ends["high"].get(s, v) - v for s, v in zip(steps, values, strict=True)],
-                "color": j + 1 if num_runs == 1 else i,
-                "points": True,
-            }
-        )
+        found.append(_points(run, f"eval/{name}/accuracy", label, (j + 1, i), num_runs))
     return found
+
+
+def _passes(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The chart of pass@k, where sampled answers were judged at all."""
+    series = []
+    for i, run in enumerate(runs):
+        keys = [match for key in run.keys("eval/") if (match := re.fullmatch(r"eval/(.+)/pass_at_(\d+)", key))]
+        for j, match in enumerate(sorted(keys, key=lambda match: (match[1], int(match[2])))):
+            label = f"pass@{match[2]}{'' if match[1] == 'held_out' else f' ({match[1]})'}"
+            series.append(_points(run, match[0], label, (j, i), len(runs)))
+    note = "Share of held-out problems with a right answer among k sampled ones, with its 95 % interval."
+    chart = {"id": "passes", "section": "learning", "title": "pass@k", "note": note, "kind": "lines", "series": series}
+    return [chart] if series else []
+
+
+def _points(run: Run, key: str, label: str, colors: tuple[int, int], num_runs: int) -> dict[str, Any]:
+    """Points with intervals; one without an interval has bars of length 0. Colours for one run, and for several."""
+    steps, values = run.series(key)
+    ends = {end: dict(zip(*run.series(f"{key}_{end}"), strict=True)) for end in ("low", "high")}
+    return {
+        "name": label if num_runs == 1 else f"{run.name}, {label}",
+        "key": key,
+        "x": steps,
+        "y": values,
+        "below": [v - ends["low"].get(s, v) for s, v in zip(steps, values, strict=True)],
+        "above": [ends["high"].get(s, v) - v for s, v in zip(steps, values, strict=True)],
+        "color": colors[0] if num_runs == 1 else colors[1],
+        "points": True,
+    }
 
 
 def _gradient_groups(run: Run, i: int, several: bool) -> dict[str, Any]:

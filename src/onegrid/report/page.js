@@ -35,7 +35,7 @@
       y: s.y,
       mode: s.points ? "markers" : s.y.length === 1 ? "markers" : "lines",
       meta: s.key,
-      showlegend: !s.points || data.runs.length === 1,
+      showlegend: !s.points || data.runs.length === 1 || chart.series.every((t) => t.points),
       line: { color: line(s.color), width: chart.kind === "stack" ? 0.5 : 1.8, dash: dashes[(s.dash || 0) % 4] },
       ...(chart.band && chart.band.includes(s.key)
         ? { line: { width: 0, color: line(0) }, showlegend: false, fillcolor: fade(line(0), 0.16), fill: s.key === chart.band[1] ? "tonexty" : "none" }
