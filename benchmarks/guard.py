@@ -40,7 +40,7 @@ PARTS = {
     "operands": (digests, "doubts"),
     "codes when made": (learner, "sums_of"),
 }
-"""Checks, and what is done for them beside: the bytes of both sides' operands compared, digests of codes when they are made."""
+"""Checks, and what is done for them beside: both sides' operands compared, digests of codes when they are made."""
 
 
 def run_steps(path: Path, guard: GuardConfig, num_steps: int) -> tuple[float, float, dict[str, float]]:

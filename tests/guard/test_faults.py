@@ -7,37 +7,47 @@ import pytest
 from onegrid.errors import ConfigError
 from onegrid.guard.faults import FAULTS, fault
 from onegrid.guard.guard import CHECKS
-from onegrid.study.campaign import try_fault
+from onegrid.study.campaign import try_fault, without
 from onegrid.study.corruptions import run_corruptions, run_healthy
 from onegrid.study.fault_report import markdown, problems, rows
 
 ONE_FOR_EACH_CHECK = {
-    "activations_floor": "audit",
-    "one_byte_of_one_expert": "digest",
-    "commit_ignored": "selfcheck",
-    "tied_copy": "probe",
-    "prefix_kept": "freshness",
-    "backward_ignored": "bytes",
-    "bucket_cut": "transaction",
-    "lost_in_sleep": "wake",
-    "buckets_reordered": "",
+    "audit": "activations_floor",
+    "digest": "one_byte_of_one_expert",
+    "storage": "tied_copy",
+    "selfcheck": "shared_kernel_wrong",
+    "probe": "other_epsilon",
+    "freshness": "in_flight",
+    "sentinel": "other_temperature",
+    "bytes": "backward_ignored",
 }
-"""Faults that this check is the first to see, so that without it they are seen later, or by nobody. The campaign
-(`onegrid faults --campaign quick`) runs all of them."""
+"""For each check a fault that is caught and named by it, and by nobody else: what a run without it would miss."""
+OTHERS = {"bucket_cut": "transaction", "lost_in_sleep": "wake", "nan_in_master": "finite", "buckets_reordered": ""}
+"""Fault -> what catches it, of what cannot be switched off. `onegrid faults --campaign quick` runs all faults."""
 
 
-@pytest.mark.parametrize("name", ONE_FOR_EACH_CHECK)
-def test_a_fault_is_caught_at_once_by_the_checks_of_its_row_and_by_no_other(name, tmp_path):
+@pytest.mark.parametrize(("check", "name"), ONE_FOR_EACH_CHECK.items())
+def test_a_check_earns_its_place_by_a_fault_that_nobody_else_names(check, name, tmp_path):
+    outcome = try_fault(FAULTS[name], tmp_path / "on")
+    assert outcome.fires == FAULTS[name].fires
+    assert (outcome.caught_by, outcome.named_right, outcome.safe) == (check, True, True)
+    assert outcome.at in ("sync 2", "step 3")
+    assert not problems([outcome], None, None)
+    missed = without(FAULTS[name], check, tmp_path / "off")
+    assert not (missed["named_right"] and missed["at"] == outcome.at)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_cannot_be_switched_off_catches_what_its_row_says(name, tmp_path):
     outcome = try_fault(FAULTS[name], tmp_path)
     assert outcome.changed > 0
-    assert outcome.fires == FAULTS[name].fires
-    assert outcome.caught_by == ONE_FOR_EACH_CHECK[name]
-    assert outcome.at in ("sync 2", "step 3", "")
+    assert (outcome.fires, outcome.caught_by) == (FAULTS[name].fires, OTHERS[name])
     assert outcome.named_right and outcome.safe
     assert not problems([outcome], None, None)
 
 
 def test_every_check_has_a_fault_and_every_fault_a_check():
+    assert ONE_FOR_EACH_CHECK.keys() == set(CHECKS)
     seen = {check for f in FAULTS.values() for check in f.fires}
     assert seen == {*CHECKS, "transaction", "wake", "finite"}
     assert [f.name for f in FAULTS.values() if not f.fires] == ["buckets_reordered"]

@@ -181,8 +181,15 @@ def bench(
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random corruptions.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows here.")
 @click.option("--page", type=click.Path(dir_okay=False, path_type=Path), help="Write the tables, as Markdown, here.")
+@click.option("--work", type=click.Path(file_okay=False, path_type=Path), help="Keep what is done here, and go on.")
 def faults(
-    names: tuple[str, ...], show: bool, campaign: str | None, seed: int, json_file: Path | None, page: Path | None
+    names: tuple[str, ...],
+    show: bool,
+    campaign: str | None,
+    seed: int,
+    json_file: Path | None,
+    page: Path | None,
+    work: Path | None,
 ) -> None:
     """Put faults into the real loop and see which checks catch them.
 
@@ -197,7 +204,7 @@ def faults(
     if show:
         list_faults()
     elif campaign or names:
-        run(campaign, names, seed=seed, json_file=json_file, page=page)
+        run(campaign, names, seed=seed, json_file=json_file, page=page, work=work)
     else:
         raise click.UsageError("name faults, or give --campaign or --list")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,10 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from onegrid.guard.faults import FAULTS, fault
-from onegrid.study.campaign import Outcome, run_faults
+from onegrid.study.campaign import Outcome, try_alone
 from onegrid.study.corruptions import run_corruptions, run_healthy
 from onegrid.study.fault_report import markdown, problems, rows
-from onegrid.study.kills import run_kills
+from onegrid.study.kills import Kills, run_kills
+from onegrid.study.segments import in_segments, kept, kills_in_segments, read_outcome
 
 SIZES = {"quick": 100, "full": 1000}
 """Random corruptions, and healthy synchronizations, of a campaign."""
@@ -33,30 +36,45 @@ def list_faults() -> None:
     Console(highlight=False).print(table)
 
 
-def run(campaign: str | None, names: tuple[str, ...], *, seed: int, json_file: Path | None, page: Path | None) -> None:
+def run(
+    campaign: str | None,
+    names: tuple[str, ...],
+    *,
+    seed: int,
+    json_file: Path | None,
+    page: Path | None,
+    work: Path | None = None,
+) -> None:
     """See `onegrid faults --help`."""
     console = Console(highlight=False)
     chosen = [fault(name) for name in names] if names else list(FAULTS.values())
     torch.set_num_threads(1)  # tensors are so small that threads only wait for each other
     began = time.perf_counter()
 
-    def done(o: Outcome) -> None:
-        seen = f"{o.caught_by or 'nothing'} at {o.at}" if o.caught_by else "nothing objected"
+    def progress(what: str) -> Callable[[int], None]:
+        return lambda count: console.print(f"{count} {what}, {time.perf_counter() - began:.0f} s", soft_wrap=True)
+
+    def killed(count: int, own_seed: int) -> Kills:
+        with TemporaryDirectory() as folder:
+            return run_kills(count, own_seed, Path(folder))
+
+    kills = corruptions = healthy = None
+    whole = campaign is not None and not names
+    if whole:  # first: it forks, and must not have computed anything before
+        kills = kills_in_segments(killed, KILLS[str(campaign)], seed, work, progress("runs killed and resumed"))
+        console.print(f"{kills.same} of {kills.num} runs end in the same bytes after kill -9 and resume")
+    outcomes: list[Outcome] = []
+    for each in chosen:
+        o = kept(work, f"fault_{each.name}", partial(try_alone, each), read_outcome)
+        outcomes.append(o)
+        seen = f"{o.caught_by} at {o.at}" if o.caught_by else "nothing objected"
         good = o.as_claimed and o.named_right and o.safe
         console.print(f"{'ok ' if good else 'BAD'} {o.fault:26} {seen}", soft_wrap=True)
-
-    kills = None
-    if campaign is not None and not names:
-        with TemporaryDirectory() as folder:  # first: it forks, and must not have computed anything before
-            kills = run_kills(KILLS[campaign], seed, Path(folder))
-        console.print(f"{kills.same} of {kills.num} runs end in the same bytes after kill -9 and resume")
-    outcomes = run_faults(chosen, on_done=done)
-    corruptions = healthy = None
-    if campaign is not None and not names:
-        count = SIZES[campaign]
-        corruptions = run_corruptions(count, seed)
+    if whole:
+        count = SIZES[str(campaign)]
+        corruptions = in_segments(run_corruptions, count, seed, work, "corruptions", progress("random corruptions"))
         console.print(f"{corruptions.alarms} of {count} random corruptions caught, {corruptions.named_right} named")
-        healthy = run_healthy(count, seed)
+        healthy = in_segments(run_healthy, count, seed, work, "healthy", progress("healthy synchronizations"))
         console.print(f"{healthy.alarms} false alarms in {count} healthy synchronizations")
     wrong = problems(outcomes, corruptions, healthy, kills)
     if json_file is not None:

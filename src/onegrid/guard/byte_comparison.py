@@ -20,8 +20,8 @@ from onegrid.guard.turns import due
 from onegrid.guard.verdict import Verdict, closed, failed, passed, shorten
 from onegrid.learner.learner import Learner
 from onegrid.model.canonical import parts_of, raw_bytes
-from onegrid.model.publish import publish
 from onegrid.model.derived import canonical_parts, sums_of
+from onegrid.model.publish import publish
 from onegrid.model.stacks import is_stack
 
 CHECK, CONDITION = "bytes", "C2"

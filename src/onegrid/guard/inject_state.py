@@ -118,6 +118,43 @@ def cache_grid(bench: Bench) -> None:
     wrap(bench.sampler, "_serving", serving)
 
 
+def other_epsilon(bench: Bench) -> None:
+    """The sampler's norms have another epsilon: a number of the configuration, and no tensor's."""
+
+    def serving(original: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+        cache, model = original()
+        if not bench.armed:
+            return cache, model
+        bench.touch([])
+        weights = copy.copy(model.weights)
+        weights.spec = dataclasses.replace(weights.spec, rms_eps=weights.spec.rms_eps * 100)
+        return cache, dataclasses.replace(model, weights=weights)
+
+    wrap(bench.sampler, "_serving", serving)
+
+
+def shared_kernel_wrong(bench: Bench) -> None:
+    """Learner and sampler share a kernel that gives wrong products for one linear: they agree, and both are wrong."""
+    key = next(key for key in bench.weights.keys if key.endswith("o_proj.weight"))
+
+    def linear(original: Callable[..., list[Tensor]], keys: tuple[str, ...], *rest: Any, **named: Any) -> list[Tensor]:
+        out = original(keys, *rest, **named)
+        return [wrong(y) if k == key else y for k, y in zip(keys, out, strict=True)]
+
+    def multiply(original: Callable[..., Tensor], k: str, x: Tensor) -> Tensor:
+        return wrong(original(k, x)) if k == key else original(k, x)
+
+    def wrong(y: Tensor) -> Tensor:
+        if bench.learner.version < bench.at:
+            return y
+        bench.touch([key])
+        return y * 1.03125
+
+    wrap(bench.learner.grad_weights, "linear", linear)
+    wrap(bench.weights, "linear", linear)
+    wrap(bench.sampler, "multiply", multiply)
+
+
 def graph_with_old_addresses(one_only: bool) -> Callable[[Bench], None]:
     """An update puts operands into new storage, and what serves was captured with the old.
 

@@ -211,6 +211,23 @@ def in_flight(bench: Bench) -> None:
     wrap(bench.sampler, "generate", generate)
 
 
+def other_temperature(bench: Bench) -> None:
+    """The sampler draws, and reports, at another temperature than it was asked for."""
+
+    def generate(original: Callable[..., Any], requests: Any, *rest: Any) -> Any:
+        if not bench.armed:
+            return original(requests, *rest)
+        bench.touch([])
+        hot = [
+            dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, temperature=r.sampling.temperature * 1.05))
+            for r in requests
+        ]
+        pairs = zip(requests, original(hot, *rest), strict=True)
+        return [dataclasses.replace(rollout, request=request) for request, rollout in pairs]
+
+    wrap(bench.sampler, "generate", generate)
+
+
 def version_reset(bench: Bench) -> None:
     """The learner's counter begins anew."""
 

@@ -35,7 +35,7 @@ def _same(one: Operand, other: Operand) -> bool:
 
 
 def _words(x: Tensor) -> Tensor:
-    """Integers, because NaN is not equal to itself and -0 is equal to 0; wide ones, because they are compared faster."""
+    """Integers, since NaN is not equal to itself and -0 is equal to 0; wide ones, since they are compared faster."""
     x = x.contiguous().view(-1)
     whole = x.nbytes % 8 == 0 and x.storage_offset() * x.element_size() % 8 == 0
     return x.view(torch.int64 if whole else torch.uint8)

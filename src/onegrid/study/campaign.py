@@ -6,8 +6,9 @@ own refusals included: that gives the matrix of faults and checks, and what the 
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +22,8 @@ from onegrid.guard.verdict import FailedChecks, Verdict
 from onegrid.rl.record import read_metrics
 from onegrid.study.pairing import AT, make_bench, run_loop
 
-ALL_LINEARS = 1 << 10
+THOROUGH = GuardConfig(bucket_bytes=4096, linears_per_sync=1 << 10, probe_every=1)
+"""Every check in full at every synchronization; in a run, some of their work takes turns."""
 SHOWN = ("mismatch/kl", "mismatch/k3", "mismatch/max_abs", "train/entropy", "rollout/raw_reward")
 
 
@@ -74,19 +76,20 @@ def try_fault(fault: Fault, folder: Path) -> Outcome:
     )
 
 
-def run_faults(faults: Iterable[Fault], *, on_done: Callable[[Outcome], None] = lambda outcome: None) -> list[Outcome]:
-    """Every fault in a bench of its own."""
-    outcomes = []
-    for fault in faults:
-        with TemporaryDirectory() as folder:
-            outcomes.append(try_fault(fault, Path(folder)))
-        on_done(outcomes[-1])
-    return outcomes
+def try_alone(fault: Fault) -> Outcome:
+    """`try_fault` in a folder that goes away."""
+    with TemporaryDirectory() as folder:
+        return try_fault(fault, Path(folder))
 
 
-def _guarded(fault: Fault, folder: Path) -> dict[str, Any]:
+def without(fault: Fault, check: str, folder: Path) -> dict[str, Any]:
+    """What a run with one check switched off makes of a fault: `caught_by`, `at`, `named_right` and more."""
+    return _guarded(fault, folder, off=(check,))
+
+
+def _guarded(fault: Fault, folder: Path, off: tuple[str, ...] = ()) -> dict[str, Any]:
     bench = make_bench(fault.model, fault.preset)
-    guard = guard_of(GuardConfig(bucket_bytes=4096), bench.learner, bench.sampler)
+    guard = guard_of(dataclasses.replace(THOROUGH, off=off), bench.learner, bench.sampler)
     clock: dict[str, Any] = {"begin": time.perf_counter(), "phase": "sync", "syncs": 0}
     fault.inject(bench)
     _note_time(bench, clock)
@@ -148,8 +151,7 @@ def _note_time(bench: Bench, clock: dict[str, Any]) -> None:
 
 def _observed(fault: Fault, folder: Path) -> tuple[tuple[str, ...], dict[str, float], str]:
     bench = make_bench(fault.model, fault.preset)
-    config = GuardConfig(bucket_bytes=4096, linears_per_sync=ALL_LINEARS, probe_every=1)
-    guard = guard_of(config, bench.learner, bench.sampler)
+    guard = guard_of(THOROUGH, bench.learner, bench.sampler)
     fires: list[str] = []
 
     def observe(verdicts: list[Verdict]) -> None:

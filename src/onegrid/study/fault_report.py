@@ -132,7 +132,8 @@ def markdown(
         "",
         "## Which checks see which fault",
         "",
-        "All checks asked, none obeyed. The self-check takes every linear here; in a run they take turns.",
+        "All checks asked, none obeyed. The self-check takes every linear and the probe is asked every time here; in "
+        "a run they take turns (`guard.linears_per_sync`, `guard.probe_every`).",
         "",
         *_table(("fault", *COLUMNS), [_seen(o) for o in outcomes]),
     ]

@@ -79,7 +79,7 @@ def _run(folder: Path, say: Callable[[str], None], *, resume: bool = False) -> N
         return out
 
     wrap(bench.sampler, "begin", begin)
-    wrap(bench.sampler, "probe", ended)  # the last check but one
+    wrap(bench.sampler, "cached_versions", ended)  # asked by the last check
     run_loop(bench, guard, folder, every=1, resume=resume)
     (folder / "clock.json").write_text(json.dumps(clock[-2:]))
 
