@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import multiprocessing
+import signal
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as OutOfTime
@@ -119,14 +120,21 @@ class Scoring:
 
     def _futures(self, reward: RewardConfig, items: list[Item]) -> list[Future[list[Verdict]]]:
         if reward.function == "math":
-            return [self._math(reward, item) for item in items]
+            asked: dict[Expressions, Future[list[Verdict]]] = {}
+            return [self._math(reward, item, asked) for item in items]
         if reward.style == "trl":
             return [self._call(_custom, reward, items)]
         return [self._call(_custom, reward, [item]) for item in items]
 
-    def _math(self, reward: RewardConfig, item: Item) -> Future[list[Verdict]]:
+    def _math(
+        self, reward: RewardConfig, item: Item, asked: dict[Expressions, Future[list[Verdict]]]
+    ) -> Future[list[Verdict]]:
         found = compare_numbers(item.completion, item.ground_truth, answer_type=reward.answer_type)
-        return _done([found]) if isinstance(found, Verdict) else self._call(_expression, found)
+        if isinstance(found, Verdict):
+            return _done([found])
+        if found not in asked:  # answers of one group are often the same
+            asked[found] = self._call(_expression, found)
+        return asked[found]
 
     def _call(self, function: Any, *args: Any) -> Future[list[Verdict]]:
         if self.config.workers == 0:
@@ -152,7 +160,14 @@ def _start(workers: int, *, math: bool) -> Any:
         )
     # spawn: a fork of a process in which torch runs threads can hang
     context = multiprocessing.get_context("spawn")
-    return pebble.ProcessPool(max_workers=workers, context=context, initializer=warm_up if math else None)
+    return pebble.ProcessPool(max_workers=workers, context=context, initializer=_begin, initargs=(math,))
+
+
+def _begin(math: bool) -> None:
+    """A worker's first act. Ctrl-C reaches it too, and must not cost the scores of the step at hand."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if math:
+        warm_up()
 
 
 def _custom(reward: RewardConfig, items: list[Item]) -> list[Verdict]:
