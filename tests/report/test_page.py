@@ -205,19 +205,6 @@ def test_what_was_not_measured_is_said_and_no_zero_is_drawn(tab, tmp_path):
     assert len(re.findall("not measured", tab.value("document.body.innerText"))) > 10
 
 
-def test_a_mismatch_where_none_may_be_is_red(tab, tmp_path):
-    def apart(step, metrics):
-        if step == 3:
-            metrics |= {"mismatch/max_abs": 1.25e-3, "mismatch/share_equal": 0.5}
-
-    folder = write_run(tmp_path / "run-1", num_steps=4, change=apart)
-    page_of([folder], tmp_path / "page.html")
-    load(tab, tmp_path / "page.html")
-    tile = tab.value("document.querySelector('.tile.lead.bad').innerText")
-    assert "0.00125 nats" in tile and "in step 3" in tile and "the plan promises equal bits" in tile
-    assert "50 % or more equal" in tile
-
-
 def damage(folder: Path, content: bytes) -> None:
     """Other bytes in every file of a run."""
     for name in ("metrics.jsonl", "incidents.jsonl", "config.toml", "plan.json", "versions.json", "trackers.json"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 
 import pytest
 from rich.console import Console
@@ -13,10 +14,10 @@ from onegrid.report.charts import MAX_POINTS, charts, thin
 from onegrid.report.facts import facts, mismatch, number
 from onegrid.report.lights import MAX_LIGHTS, rows
 from onegrid.report.network import picture
-from onegrid.report.reading import read_run, read_runs
+from onegrid.report.reading import Run, read_run, read_runs
 from onegrid.report.samples import samples
 from onegrid.report.watch import spark, view, watch
-from tests.report.runs import add_incident, write_run
+from tests.report.runs import add_incident, line, write_run
 
 
 def append(folder, **fields):
@@ -105,6 +106,17 @@ def test_a_mismatch_of_zero_is_called_equal_only_where_bytes_were_compared(tmp_p
         "log-probs (not counted)"
         in mismatch(read_run(write_run(tmp_path / "c", num_steps=4, change=not_counted))).detail
     )
+
+
+def test_a_mismatch_where_none_may_be_is_bad_and_says_where(tmp_path):
+    def apart(step, metrics):
+        if step == 3:
+            metrics |= {"mismatch/max_abs": 1.25e-3, "mismatch/share_equal": 0.5}
+
+    fact = mismatch(read_run(write_run(tmp_path / "run", num_steps=4, change=apart)))
+    assert (fact.value, fact.tone, fact.exact) == ("0.00125 nats", "bad", (1.25e-3,))
+    for words in ("largest, in step 3", "the plan promises equal bits", "50 % or more equal in every step"):
+        assert words in fact.detail
 
 
 @pytest.mark.parametrize(
@@ -199,6 +211,20 @@ def test_bars_have_the_shape_of_the_values():
     assert spark([0.0, 1.0], 10) == "▁█"
     assert spark([2.0] * 3, 10) == "▁▁▁"
     assert spark([float(i) for i in range(800)], 8) == "▁▂▃▄▅▆▇█"
+
+
+def test_a_long_run_loses_no_rare_stage_and_no_peak_of_a_layer(tmp_path):
+    rng, lines = random.Random(0), []
+    for step in range(1, 1601):
+        lines.append({"step": step, **line(step, rng), "perf/eval_seconds": 60.0 if step % 100 == 0 else 0.0})
+    lines[1500]["train/grad_norm/layers.1"] = 88.0
+    run = Run(name="run", folder=tmp_path, lines=lines)
+    found = {chart["id"]: chart for chart in charts([run])}
+    stages = {series["key"]: series["y"] for series in found["stages-0"]["series"]}
+    assert len(stages["perf/eval_seconds"]) == 400 and sum(stages["perf/eval_seconds"]) * 4 == 16 * 60
+    assert "mean of 4 steps" in found["stages-0"]["note"]
+    heat = found["layers-0"]
+    assert max(heat["z"][heat["y"].index("layers.1")]) == 88.0 and "largest of 4 steps" in heat["note"]
 
 
 def test_pass_at_k_is_drawn_with_its_interval_where_it_was_measured(tmp_path):

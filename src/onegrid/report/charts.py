@@ -28,7 +28,7 @@ LINES: list[dict[str, Any]] = [
         "section": "learning",
         "title": "Response length",
         "unit": "tokens",
-        "note": "Mean of a step; the band, in the page of a single run, goes from the shortest to the longest.",
+        "note": "Mean of a step, in a band from the shortest to the longest.",
         "keys": {
             "rollout/response_length": "mean",
             "rollout/response_length_min": "shortest",
@@ -113,8 +113,8 @@ LINES: list[dict[str, Any]] = [
         "section": "gradients",
         "title": "Clipped tokens",
         "unit": "share",
-        "note": "Share of tokens whose ratio was clipped, below and above.",
-        "keys": {"train/clip_low": "below", "train/clip_high": "above"},
+        "note": "Share of tokens whose ratio was clipped, above and below.",
+        "keys": {"train/clip_high": "above", "train/clip_low": "below"},
         "from_zero": True,
     },
     {
@@ -137,7 +137,7 @@ LINES: list[dict[str, Any]] = [
         "section": "time",
         "title": "Memory, high-water mark",
         "unit": "bytes",
-        "keys": {"perf/host_memory_bytes": "host", "perf/gpu_memory_bytes": "GPU"},
+        "keys": {"perf/gpu_memory_bytes": "GPU", "perf/host_memory_bytes": "host"},
         "from_zero": True,
     },
 ]
@@ -154,17 +154,18 @@ def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 def _lines(spec: dict[str, Any], runs: Sequence[Run]) -> dict[str, Any]:
     chart = {key: value for key, value in spec.items() if key != "keys"} | {"kind": "lines", "series": []}
-    band = spec.get("band", ()) if len(runs) > 1 else ()
-    measured = [key for key in spec["keys"] if key not in band and any(run.series(key)[1] for run in runs)]
+    measured = [key for key in spec["keys"] if any(run.series(key)[1] for run in runs)]
+    if len(runs) > 1 and len(measured) > 1:  # one line a run, or nobody can tell them apart
+        measured = measured[:1]
+        chart["note"] = f"{spec.get('note', '')} Of several runs: {spec['keys'][measured[0]]}.".strip()
     for i, run in enumerate(runs):
         for j, key in enumerate(measured):
             steps, values = thin(*run.series(key))
             if not values:
                 continue
             words = spec["keys"][key]
-            name = words if len(runs) == 1 else run.name if len(measured) == 1 else f"{run.name}, {words}"
-            color, dash = (j, 0) if len(runs) == 1 else (i, j)
-            chart["series"].append({"name": name, "key": key, "x": steps, "y": values, "color": color, "dash": dash})
+            name, color = (words, j) if len(runs) == 1 else (run.name, i)
+            chart["series"].append({"name": name, "key": key, "x": steps, "y": values, "color": color})
         if spec["id"] == "reward":
             chart["series"] += _accuracies(run, i, len(runs))
     return chart
@@ -211,29 +212,29 @@ def _points(run: Run, key: str, label: str, colors: tuple[int, int], num_runs: i
 def _gradient_groups(run: Run, i: int, several: bool) -> dict[str, Any]:
     """Logarithm (base 10) of the norm of each group of layers; gaps where it was not measured or is 0."""
     keys = sorted(run.keys("train/grad_norm/"), key=_depth)
-    lines = _evenly(run.steps, 500)
+    bins = _bins(run.steps)
     return {
         "id": f"layers-{i}",
         "section": "gradients",
         "title": "Gradient norm by layer" + (f", {run.name}" if several else ""),
         "note": "Each row is a group of layers, from the embedding at the bottom to the last layer at the top."
-        + ("" if len(lines) == len(run.steps) else f" {len(lines)} of {len(run.steps):,} steps, evenly chosen."),
+        + _said("largest", bins),
         "kind": "heat",
-        "x": [line["step"] for line in lines] if keys else [],
+        "x": [some[0]["step"] for some in bins] if keys else [],
         "y": [key.removeprefix("train/grad_norm/") for key in keys],
-        "z": [[_value(line.get(key)) for line in lines] for key in keys],
+        "z": [[_largest(some, key) for some in bins] for key in keys],
         "keys": keys,
     }
 
 
 def _stages(run: Run, i: int, several: bool) -> dict[str, Any]:
     """Seconds of each stage, stacked; `other` is what is left of the step."""
-    lines = _evenly([line for line in run.steps if _value(line.get("perf/step_seconds")) is not None], 500)
+    bins = _bins([line for line in run.steps if is_number(line.get("perf/step_seconds"))])
     known = [f"perf/{stage}_seconds" for stage in STAGES]
     more = [k for k in run.keys("perf/") if k.endswith("_seconds") and k != "perf/step_seconds" and k not in known]
-    keys = [key for key in [*known, *more] if any(_value(line.get(key)) for line in lines)]
-    columns = {key: [_value(line.get(key)) or 0.0 for line in lines] for key in keys}
-    whole = [line["perf/step_seconds"] for line in lines]
+    keys = [key for key in [*known, *more] if any(run.series(key)[1])]
+    columns = {key: [_mean(some, key) for some in bins] for key in keys}
+    whole = [_mean(some, "perf/step_seconds") for some in bins]
     other = [max(0.0, total - sum(c[n] for c in columns.values())) for n, total in enumerate(whole)]
     series = [
         {"name": key[len("perf/") : -len("_seconds")], "key": key, "y": values, "color": n}
@@ -244,15 +245,31 @@ def _stages(run: Run, i: int, several: bool) -> dict[str, Any]:
         "section": "time",
         "title": "Time of a step by stage" + (f", {run.name}" if several else ""),
         "unit": "seconds",
-        "note": "Stacked to the whole step. A stage that did not run in a step takes no time in it.",
+        "note": "Stacked to the whole step. A stage that did not run in a step takes no time in it."
+        + _said("mean", bins),
         "kind": "stack",
-        "x": [line["step"] for line in lines],
-        "series": [*series, {"name": "other", "key": "", "y": other, "color": -1}] if lines else [],
+        "x": [some[0]["step"] for some in bins],
+        "series": [*series, {"name": "other", "key": "", "y": other, "color": -1}] if bins else [],
     }
 
 
-def _value(value: object) -> float | None:
-    return float(value) if is_number(value) else None
+def _bins(lines: list[dict[str, Any]], most: int = 500) -> list[list[dict[str, Any]]]:
+    """The lines in order, in at most so many groups of one size (the last may be smaller)."""
+    size = max(1, math.ceil(len(lines) / most))
+    return [lines[begin : begin + size] for begin in range(0, len(lines), size)]
+
+
+def _said(what: str, bins: list[list[dict[str, Any]]]) -> str:
+    return f" Each column is the {what} of {len(bins[0])} steps." if bins and len(bins[0]) > 1 else ""
+
+
+def _largest(lines: list[dict[str, Any]], key: str) -> float | None:
+    return max((line[key] for line in lines if is_number(line.get(key))), default=None)
+
+
+def _mean(lines: list[dict[str, Any]], key: str) -> float:
+    """Over all of the lines: one without the key took no time."""
+    return math.fsum(line[key] for line in lines if is_number(line.get(key))) / len(lines)
 
 
 def _depth(key: str) -> tuple[int, int, str]:
@@ -262,13 +279,6 @@ def _depth(key: str) -> tuple[int, int, str]:
     if number.isdigit():
         return (1, int(number), name)
     return (0 if "embed" in name else 2, 0, name)
-
-
-def _evenly(items: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """At most so many, the first and the last among them."""
-    if len(items) <= most:
-        return items
-    return [items[round(n * (len(items) - 1) / (most - 1))] for n in range(most)]
 
 
 def thin(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:

@@ -4,7 +4,6 @@
   const root = document.documentElement;
   const color = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
   const line = (i) => (i < 0 ? color("rest") : color("c" + (i % 6)));
-  const dashes = ["solid", "dot", "dash", "longdash"];
   // Plotly reads a few tags in labels; names of runs are text.
   const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
@@ -36,7 +35,7 @@
       mode: s.points ? "markers" : s.y.length === 1 ? "markers" : "lines",
       meta: s.key,
       showlegend: !s.points || data.runs.length === 1 || chart.series.every((t) => t.points),
-      line: { color: line(s.color), width: chart.kind === "stack" ? 0.5 : 1.8, dash: dashes[(s.dash || 0) % 4] },
+      line: { color: line(s.color), width: chart.kind === "stack" ? 0.5 : 1.8, },
       ...(chart.band && chart.band.includes(s.key)
         ? { line: { width: 0, color: line(0) }, showlegend: false, fillcolor: fade(line(0), 0.16), fill: s.key === chart.band[1] ? "tonexty" : "none" }
         : {}),
