@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import onegrid.report
 from onegrid.errors import CheckpointError
 from onegrid.report.page import write_report
 from onegrid.rl.record import read_metrics
@@ -203,6 +204,30 @@ def test_what_was_not_measured_is_said_and_no_zero_is_drawn(tab, tmp_path):
     drawings = tab.value("[...document.querySelectorAll('.chart')].map(e => e.id)")
     assert drawings == ["chart-reward"]
     assert len(re.findall("not measured", tab.value("document.body.innerText"))) > 10
+
+
+def luminance(color: str) -> float:
+    """Relative luminance of "#rrggbb", as WCAG 2 defines it."""
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_text_has_the_contrast_of_wcag_aa_in_light_and_dark():
+    style = (Path(onegrid.report.__file__).parent / "page.css").read_text()
+    themes = [dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{6})", block)) for block in style.split("color-scheme")[1:4]]
+    assert len(themes) == 3 and themes[1] == themes[2] != themes[0]
+    pairs = [(ink, page) for page in ("page", "card") for ink in ("ink", "muted", "accent", "good", "bad", "unsure")]
+    pairs += [("good", "good-page"), ("bad", "bad-page"), ("unsure", "unsure-page"), ("muted", "good-page")]
+    pairs += [("on-format", fmt) for fmt in ("bf16", "mxfp8", "mxfp4", "nvfp4", "fp8", "other")]
+    pairs += [("on-level", f"l{level}") for level in range(1, 6)]
+    for theme in themes:
+        for one, other in pairs:
+            high, low = sorted((luminance(theme[one]), luminance(theme[other])), reverse=True)
+            assert (high + 0.05) / (low + 0.05) >= 4.5, (one, other, theme[one], theme[other])
+        for curve in range(6):  # 3 is what WCAG asks of graphics
+            high, low = sorted((luminance(theme[f"c{curve}"]), luminance(theme["card"])), reverse=True)
+            assert (high + 0.05) / (low + 0.05) >= 3
 
 
 def damage(folder: Path, content: bytes) -> None:

@@ -187,6 +187,14 @@ def test_a_write_that_fails_is_reported_once_counted_and_stops_nothing(tmp_path,
     assert [line["step"] for line in read_metrics(tmp_path)] == [0, 1, 2, 3]
 
 
+def test_a_state_that_cannot_be_read_is_an_error_only_for_a_run_with_trackers(tmp_path):
+    (tmp_path / "trackers.json").write_text("{torn")
+    with Trackers(TrackersConfig(), tmp_path, settings=SETTINGS):
+        pass
+    with pytest.raises(ConfigError, match="is not what a run wrote"):
+        Trackers(TrackersConfig(use=("tensorboard",)), tmp_path, settings=SETTINGS)
+
+
 def test_every_tracker_has_an_extra_of_its_name():
     import tomllib
 

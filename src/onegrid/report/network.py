@@ -72,7 +72,7 @@ def picture(plan: dict[str, Any]) -> Picture | None:
         else:
             single.setdefault(t["name"].removeprefix("model.").removesuffix(".weight"), []).append(t)
     columns = sorted({column for layer in layers.values() for column in layer}, key=_order)
-    numbers = [math.prod(t.get("shape") or [0]) for t in tensors]
+    numbers = [math.prod(_shape(t) or [0]) for t in tensors]
     formats = Counter(_weight(t) for t in tensors)
     share = {f: sum(n for n, t in zip(numbers, tensors, strict=True) if _weight(t) == f) for f in formats}
     return Picture(
@@ -103,6 +103,11 @@ def _order(column: str) -> tuple[int, int, str]:
     return (place, "experts." in column, column)
 
 
+def _shape(t: dict[str, Any]) -> list[int]:
+    found = t.get("shape")
+    return [n for n in found if isinstance(n, int)] if isinstance(found, list) else []
+
+
 def _weight(t: dict[str, Any]) -> str:
     return str(t.get("weight") or "bf16")
 
@@ -117,7 +122,7 @@ def _cell(tensors: list[dict[str, Any]]) -> Cell:
         parts.append((f"{count} experts: " if len(tensors) > 1 else "") + what + sampler)
     weights = {weight for weight, *_ in kinds}
     label = weights.pop() if len(weights) == 1 else "mixed"
-    shape = " x ".join(map(str, tensors[0].get("shape") or ["?"]))
+    shape = " x ".join(map(str, _shape(tensors[0]) or ["?"]))
     rule = ", ".join(sorted({str(t.get("rule", "?")) for t in tensors}))
     name = _EXPERT.sub("experts.*.", tensors[0]["name"]) if len(tensors) > 1 else tensors[0]["name"]
     return Cell(

@@ -91,6 +91,9 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     except tomllib.TOMLDecodeError as error:
         missing.append(f"config.toml is not TOML ({error}); it is shown as it is, and nothing is taken from it.")
     incidents = _lines(folder / "incidents.jsonl", missing, "whether there were incidents is not known")
+    for incident in incidents:
+        tensors = incident.get("tensors") or []
+        incident["tensors"] = list(map(str, tensors if isinstance(tensors, list) else [tensors]))
     metrics = _lines(folder / "metrics.jsonl", missing, "nothing was measured yet")
     by_step = {line["step"]: line for line in metrics if type(line.get("step")) is int}
     if len(metrics) > sum(type(line.get("step")) is int for line in metrics):

@@ -87,7 +87,7 @@ class Trackers:
     ) -> None:
         check_installed(config)
         self._folder, self._say = folder, say
-        self._state = read_state(folder)
+        self._state = read_state(folder) if config.use else {}
         self._open: dict[str, Tracker] = {}
         for name in config.use:
             resumed = name in self._state
