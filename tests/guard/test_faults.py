@@ -58,6 +58,8 @@ def test_every_check_has_a_fault_and_every_fault_a_check():
 def test_faults_are_known_by_name():
     with pytest.raises(ConfigError, match="did you mean 'bucket_lost'"):
         fault("bucket_lots")
+    with pytest.raises(ConfigError, match=r"no fault is called 'nope'; .*`onegrid faults --list` names all"):
+        fault("nope")
 
 
 def test_corruptions_that_no_list_names_are_caught_and_named():

@@ -69,3 +69,22 @@ def test_the_estimate_adds_up_and_grows_with_the_micro_batch(tmp_path):
         t.numel() for t in load_weights(tmp_path / "model", designed(tmp_path).spec).values()
     )
     assert large["total"] > small["total"]
+
+
+@pytest.mark.parametrize("ids", ["[2, 18]", "[-1]"])
+def test_a_stop_token_outside_the_vocabulary_is_refused(tmp_path, ids):
+    with pytest.raises(ConfigError, match=r"sampling\.stop_token_ids has .*the model's ids are 0 \.\. 17"):
+        designed(tmp_path, f"sampling.stop_token_ids={ids}")
+    designed(tmp_path, "sampling.stop_token_ids=[0, 17]")
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [2, 99]}')
+    with pytest.raises(ConfigError, match=r"eos_token_id of .*model has \[99\]"):
+        design(load_config(tmp_path / "run.toml"), tmp_path)
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused_before_weights_are_quantized(tmp_path, monkeypatch):
+    from onegrid.rl.characters import CharacterTokenizer
+
+    plan = designed(tmp_path)
+    monkeypatch.setattr(CharacterTokenizer, "vocab_size", 19)
+    with pytest.raises(ConfigError, match=r"has 19 ids, the model 18"):
+        build(plan)

@@ -392,8 +392,9 @@ FAULTS: dict[str, Fault] = {fault.name: fault for fault in _ROWS}
 
 
 def fault(name: str) -> Fault:
-    """The fault of that name. ConfigError with the nearest name otherwise."""
+    """The fault of that name. ConfigError with the nearest names otherwise."""
     if name not in FAULTS:
-        near = get_close_matches(name, FAULTS, n=1)
-        raise ConfigError(f"no fault {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        near = ", ".join(map(repr, get_close_matches(name, FAULTS, n=3, cutoff=0.4)))
+        hint = f"did you mean {near}? " if near else ""
+        raise ConfigError(f"no fault is called {name!r}; {hint}`onegrid faults --list` names all {len(FAULTS)}")
     return FAULTS[name]

@@ -72,6 +72,10 @@ def design(config: RunConfig, base: Path) -> Design:
     plan = resolve(recipe_from_dict(config.recipe), hf_config, index)
     bf16 = resolve(preset("bf16"), hf_config, index)
     spec = ModelSpec.from_hf_config(hf_config)
+    beyond = [i for i in sampling.stop_token_ids if not 0 <= i < spec.vocab_size]
+    if beyond:
+        where = "sampling.stop_token_ids" if config.sampling.stop_token_ids else f"eos_token_id of {folder}"
+        raise ConfigError(f"{where} has {beyond}, which no token can be: the model's ids are 0 .. {spec.vocab_size - 1}")
     return Design(
         config=replace(
             config,
@@ -116,6 +120,11 @@ def build(design: Design) -> Parts:
     folder = Path(config.model.checkpoint)
     weights = load_weights(folder, spec)
     tokenizer = load_tokenizer(folder)
+    if tokenizer.vocab_size > spec.vocab_size:
+        raise ConfigError(
+            f"the tokenizer in {folder} has {tokenizer.vocab_size} ids, the model {spec.vocab_size}: its prompts could "
+            "hold ids without an embedding; use the tokenizer that belongs to the model"
+        )
 
     def learner(plan: Plan, settings: LearnerConfig) -> Learner:
         return Learner(spec, plan, weights, settings, loss=config.loss, device=config.device)
