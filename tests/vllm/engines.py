@@ -61,11 +61,11 @@ def weights_only(recipe: Recipe) -> Recipe:
     return dataclasses.replace(recipe, rules=tuple(rules))
 
 
-def plan_of(kind: str, recipe: Recipe | str, *, inputs: bool = False, **change: Any) -> Plan:
+def plan_of(config: dict[str, Any], recipe: Recipe | str, *, inputs: bool = False, **fields: Any) -> Plan:
     """inputs: whether the sampler quantizes them too."""
     recipe = preset(recipe) if isinstance(recipe, str) else recipe
-    recipe = dataclasses.replace(recipe if inputs else weights_only(recipe), **change)
-    return resolve(recipe, MODELS[kind], tensor_shapes(ModelSpec.from_hf_config(MODELS[kind])))
+    recipe = dataclasses.replace(recipe if inputs else weights_only(recipe), **fields)
+    return resolve(recipe, config, tensor_shapes(ModelSpec.from_hf_config(config)))
 
 
 def start(
@@ -75,15 +75,17 @@ def start(
     inputs: bool = False,
     checkpoint: Path | None = None,
     share_qkv_amax: bool = False,
+    change: dict[str, Any] | None = None,
     **config: Any,
 ) -> Running:
     """An engine that waits for its first version, or serves a checkpoint that it has loaded by itself as version 0."""
-    spec = ModelSpec.from_hf_config(MODELS[kind])
-    plan = plan_of(kind, recipe, inputs=inputs, share_qkv_amax=share_qkv_amax)
+    hf_config = MODELS[kind] | (change or {})
+    spec = ModelSpec.from_hf_config(hf_config)
+    plan = plan_of(hf_config, recipe, inputs=inputs, share_qkv_amax=share_qkv_amax)
     loaded = None if checkpoint is None else content(checkpoint, plan)
     sampler = VllmSampler(
         spec,
-        MODELS[kind],
+        hf_config,
         plan,
         VllmConfig(**{"kv_cache_bytes": 1 << 25, **config}),
         max_len=MAX_LEN,
@@ -91,7 +93,7 @@ def start(
         checkpoint=checkpoint,
         loaded=loaded,
     )
-    return Running(sampler, spec, plan, MODELS[kind], itertools.count(0 if loaded is None else 1))
+    return Running(sampler, spec, plan, hf_config, itertools.count(0 if loaded is None else 1))
 
 
 def content(folder: Path, plan: Plan) -> Snapshot:

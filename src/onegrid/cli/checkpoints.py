@@ -62,7 +62,9 @@ def inspect(checkpoint: Path, reference: Path | None, full: bool) -> None:
 @click.option("--recipe", required=True, help="A preset or a TOML file.")
 @click.option("--engine", "engines", multiple=True, help="Only this reader, such as vllm-modelopt; may be repeated.")
 @click.option("--full", is_flag=True, help="A line for every tensor.")
-def audit(checkpoint: Path, recipe: str, engines: tuple[str, ...], full: bool) -> None:
+@click.option("--live", type=click.Choice(["vllm"]), help="Start this engine on CHECKPOINT and ask its modules.")
+@click.option("--emulate", is_flag=True, help="With --live, on a CPU: let vLLM emulate MXFP8 and NVFP4 linears.")
+def audit(checkpoint: Path, recipe: str, engines: tuple[str, ...], full: bool, live: str | None, emulate: bool) -> None:
     """Say tensor by tensor where CHECKPOINT, as stored and as engines read it, departs from a recipe.
 
     Exits with 1 if it does.
@@ -70,6 +72,12 @@ def audit(checkpoint: Path, recipe: str, engines: tuple[str, ...], full: bool) -
     \b
     Example: onegrid audit dense-mxfp8 --recipe mxfp8
     """
+    if live is not None:
+        from onegrid.cli.audit_live import run as run_live
+
+        if run_live(checkpoint, recipe, emulate=emulate, full=full):
+            raise SystemExit(1)
+        return
     from onegrid.cli.audit import run
 
     if run(checkpoint, recipe, engines=engines, full=full):

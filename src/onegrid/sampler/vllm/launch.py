@@ -21,11 +21,17 @@ from onegrid.errors import CapabilityError, ConfigError
 from onegrid.model.spec import ModelSpec
 from onegrid.recipe import Plan
 from onegrid.sampler.vllm.config import VllmConfig
-from onegrid.sampler.vllm.wire import quantization_of
+from onegrid.sampler.vllm.wire import Quantization, quantization_of
 
 WORKER = "onegrid.sampler.vllm.worker.OnegridWorker"
 BLOCK = 32
 """Positions that share a place in the prefix cache; the smallest that vLLM's CPU kernels like."""
+
+_HERE: list[Any] = []
+"""Engines in this process that are in use."""
+_RETIRED: list[Any] = []
+"""Engines in this process that are not. They share vLLM's process groups with those in use and would take them along,
+so all end with the last one."""
 
 
 def launch(
@@ -42,7 +48,8 @@ def launch(
     """Start vLLM. CapabilityError with its message where it refuses; ConfigError for sizes that no model has."""
     if max_len > spec.max_positions:
         raise ConfigError(f"max_len {max_len} is beyond the model's {spec.max_positions} positions")
-    quantization = quantization_of(plan, config.road)
+    own = checkpoint is not None and config.road != "online"  # a checkpoint says itself what it is
+    quantization = Quantization() if own else quantization_of(plan, config.road)
     model = checkpoint
     if model is None:
         model = folder / "model"
@@ -104,7 +111,8 @@ class Launched:
         self.engine: Any = engine
         self.config, self.folder, self.max_len, self.on_cpu = config, folder, max_len, on_cpu
         self.captures = not (config.eager or on_cpu)
-        self._cache_is_empty = True
+        if not config.apart:
+            _HERE.append(engine)
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """Answer of the worker's method; everything that crosses is plain data."""
@@ -181,10 +189,16 @@ class Launched:
         """Ends the engine and its processes."""
         if self.engine is None:
             return
-        core = self.engine.llm_engine.engine_core
-        self.engine = None
-        core.shutdown()
-        gc.collect()
+        engine, self.engine = self.engine, None
+        if self.config.apart:
+            engine.llm_engine.engine_core.shutdown()
+            return
+        _HERE[:] = [other for other in _HERE if other is not engine]
+        _RETIRED.append(engine)
+        if not _HERE:
+            while _RETIRED:
+                _RETIRED.pop().llm_engine.engine_core.shutdown()
+            gc.collect()
 
 
 def save(path: Path, x: Tensor) -> None:

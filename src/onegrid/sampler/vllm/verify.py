@@ -226,14 +226,15 @@ def _through_kernel(inside: Inside, module: nn.Module, places: dict[str, Place])
     width = next(iter(places.values())).shape[1]
     want = {name: values_of(inside.tensors[name], torch.float32) for name in places}
     wrong = dict.fromkeys(places, 0)
-    unit = 6.0 if any("nvfp4" in (inside.plan[name].sampler_weight or "") for name in places) else 1.0
+    coded = not is_plain(module)
+    unit = 6.0 if coded and any("nvfp4" in (inside.plan[n].sampler_weight or "") for n in places) else 1.0
     for start in range(0, width, IDENTITY_ROWS):
         stop = min(start + IDENTITY_ROWS, width)
         out = product(module, unit * identity(start, stop, width, like=module, dtype=inside.dtype)).float() / unit
         for name, place in places.items():
             got = out[:, place.start : place.start + place.shape[0]].T
             wanted = want[name][:, start:stop].to(got.device)
-            exact = is_plain(module) or _is_mx(inside.plan[name].sampler_weight)
+            exact = not coded or _is_mx(inside.plan[name].sampler_weight)
             slack = torch.zeros_like(wanted) if exact else wanted.abs() * ROUNDINGS + 1e-30
             wanted = wanted.to(inside.dtype).float() if exact else wanted
             wrong[name] += int((~((got - wanted).abs() <= slack)).sum())

@@ -17,6 +17,8 @@ from onegrid.formats.casts import divide
 from onegrid.formats.scales import global_encode
 from onegrid.model.canonical import Canonical
 from onegrid.recipe import Plan
+from onegrid.recipe.dialects.schemes import METHODS, SCHEMES
+from onegrid.recipe.plan import TensorPlan
 from onegrid.sampler.vllm.config import Road
 
 
@@ -49,7 +51,21 @@ def quantization_of(plan: Plan, road: Road) -> Quantization:
         told = dict(plan.to("vllm"))
         keep = {key: told[key] for key in ("quantization", "quantization_config") if told.get(key) is not None}
         return Quantization(arguments=keep)
-    return Quantization(checkpoint={"quantization_config": plan.to(road)["quantization_config"]})
+    declared = {name: replace(t, sampler_activation=_input_for(road, t)) for name, t in plan.tensors.items()}
+    told = replace(plan, tensors=declared).to(road)
+    return Quantization(checkpoint={"quantization_config": told["quantization_config"]})
+
+
+def _input_for(road: Road, planned: TensorPlan) -> str | None:
+    """The input that the layout declares for a weight. Whether the engine's kernel quantizes it, `live.describe` says.
+
+    ModelOpt's MXFP8 always declares MXFP8 inputs, also where the engine will read them in BF16 (Marlin, emulation).
+    """
+    weight, activation = planned.sampler_weight, planned.sampler_activation
+    rows = [s for s in SCHEMES if s.method == METHODS[road] and weight in s.weights]
+    if not rows or any(activation in row.activations for row in rows):
+        return activation
+    return rows[0].activations[0]
 
 
 def tensors_for(name: str, canonical: Canonical, plan: Plan, road: Road, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -74,7 +90,7 @@ def values_of(canonical: Canonical, dtype: torch.dtype) -> Tensor:
 def parts_for(name: str, canonical: QuantTensor, plan: Plan, road: Road) -> dict[str, Tensor]:
     """Suffix -> tensor of one quantized weight in the layout of a road."""
     planned = plan[name]
-    row = layout_for(road, str(planned.sampler_weight), planned.sampler_activation)
+    row = layout_for(road, str(planned.sampler_weight), _input_for(road, planned))
     if canonical.amax is not None and canonical.factor is None:
         factor = divide(1.0, global_encode(canonical.amax, canonical.quantizer))
         canonical = replace(canonical, factor=factor)
