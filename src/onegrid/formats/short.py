@@ -19,7 +19,7 @@ CHUNK_ELEMENTS = 1 << 17
 
 
 def short_values(x: Tensor, quantizer: Quantizer, axis: int = -1) -> Tensor | None:
-    """FP32 values of BF16 or FP32 `x` [..., M, K] along `axis`, laid out as `x`; None where only the definition will do.
+    """FP32 values of BF16 or FP32 `x` [..., M, K] along `axis`, laid out as `x`; None: only the definition will do.
 
     Covers contiguous tensors on a CPU, blocks of (1, w) that fill the axis, the rule "mx", signs kept.
     """

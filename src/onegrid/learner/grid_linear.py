@@ -24,7 +24,7 @@ from torch import Tensor
 
 from onegrid.formats import Quantizer
 from onegrid.learner.experts import expert_gradients, in_one
-from onegrid.ops.grouped import Dispatch, grouped_matmul
+from onegrid.ops.grouped import Dispatch, grouped_matmul, take
 from onegrid.ops.linear import dot, matmul
 from onegrid.ops.operand import Operand, compute_dtype, dequantized, operand
 
@@ -39,13 +39,19 @@ class Input:
     quantizer: Quantizer | None
     places: Dispatch | None = None
     """Which rows belong to which expert, where the weight is a stack."""
+    apart_A: Tensor | None = None
+    """Row of each place of the column-wise operands; see `packing.Packed`. None where rows lie as they must."""
     columns: dict[int | None, Operand] = field(default_factory=dict)
 
     def columnwise(self, expert: int | None, rows: slice) -> Operand:
         """X along M: [K, M] of some rows, computed once."""
         if expert not in self.columns:
-            self.columns[expert] = operand(self.x[rows], self.quantizer, axis=-2)
+            self.columns[expert] = operand(self.blocks(self.x[rows]), self.quantizer, axis=-2)
         return self.columns[expert]
+
+    def blocks(self, x_MK: Tensor) -> Tensor:
+        """Rows as the blocks of a column-wise operand need them: no block holds two sequences, or two experts."""
+        return x_MK if self.apart_A is None else take(x_MK, self.apart_A)
 
 
 @dataclass(slots=True)
@@ -128,7 +134,7 @@ def _dgrad_wgrad(
         if not trained:
             return dx, None
         columns = shared.columnwise(expert, rows)
-        return dx, matmul(operand(dy, site.gradient, axis=-2), columns, out_dtype=torch.float32)
+        return dx, matmul(operand(shared.blocks(dy), site.gradient, axis=-2), columns, out_dtype=torch.float32)
     dtype = compute_dtype(dy.device)
     if site.backward == "dequantized":
         site.count("dequantized")

@@ -79,7 +79,7 @@ class Learner:
         self.live = LiveWeights(spec, plan, side="learner", device=self.device, kernels=kernels, weights=config.weights)
         self.live.derive()
         self.grad_weights = GradWeights(self.live, self.masters)
-        self.align = _alignment(plan)
+        self.align, self.dense = _alignment(plan), self.device.type == "cpu" and _rows_are_alone(plan)
         self.written: dict[str, tuple[int, int]] = {}
         """Of the last quantization, by key: how often torch had written to the master, and the digest of its codes."""
         self.rope = rope_table(spec, 0, self.device)
@@ -134,7 +134,7 @@ class Learner:
         self.live.kernels = kernels
         self.live.derive()
         self.grad_weights = GradWeights(self.live, self.masters)
-        self.align = _alignment(plan)
+        self.align, self.dense = _alignment(plan), self.device.type == "cpu" and _rows_are_alone(plan)
         self._quantize()
 
     def canonical(self) -> dict[str, Canonical]:
@@ -161,7 +161,8 @@ class Learner:
     def forward(self, sequences: Items[Sequence], temperature: float) -> tuple[list[Tensor], list[Tensor]]:
         """Log-probability and entropy FP32 [R] of every response token, with gradients where they are enabled."""
         self._settle()
-        packed = pack(sequences, align=self.align, device=self.device)
+        packed = pack(sequences, align=self.align, dense=self.dense, device=self.device)
+        self.grad_weights.apart_A = packed.apart_A
         replay = Replay(sequences, packed, forced=self.config.replay_routing)
         self.reach(int(packed.rows.positions_N.max()) + 1)
         hidden_ND = decode_rows(
@@ -381,6 +382,12 @@ def _alignment(plan: Plan) -> int:
                 along = None if name is None else QUANTIZERS[name].block[1]
                 largest = max(largest, along or 1)
     return largest
+
+
+def _rows_are_alone(plan: Plan) -> bool:
+    """Whether no scale of a row-wise operand spans rows, so that only column-wise operands need aligned sequences."""
+    names = {name for planned in plan.tensors.values() for name in (planned.activation, planned.gradient) if name}
+    return all(QUANTIZERS[name].block[0] in (None, 1) for name in names)
 
 
 def _kept(sequences: Items[Sequence], device: torch.device) -> list[Tensor] | None:

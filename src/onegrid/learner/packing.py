@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from onegrid.model.decoder import Attend, Rows
 from onegrid.ops.packed_attention import Segments, segments_of
-from onegrid.ops.pins import round_up
+from onegrid.ops.pins import TILE, round_up
 from onegrid.ops.table import PLAIN, Kernels
 from onegrid.types import Sequence
 
@@ -43,13 +43,20 @@ class Packed:
     """int64: row whose hidden state predicts each response token, all sequences in order."""
     target_P: Tensor
     """int64: those response tokens."""
+    apart_A: Tensor | None = None
+    """int64: the row at each place of the column-wise operands, where every sequence begins a block of its own; one
+    beyond the decoder's rows means none. None: rows begin blocks themselves."""
 
 
-def pack(sequences: Items[Sequence], *, align: int, device: torch.device | str = "cpu") -> Packed:
+def pack(sequences: Items[Sequence], *, align: int, dense: bool = False, device: torch.device | str = "cpu") -> Packed:
     """Rows of `sequences`, each starting at a multiple of `align`, padding rows masked.
 
     align  1, or the block along tokens of a quantized backward pass (32; 128), so that no block spans two sequences
+    dense  rows follow one another, and only the column-wise operands are aligned: `apart_A` says how
     """
+    if dense and align > 1:
+        packed = pack(sequences, align=1, device=device)
+        return replace(packed, apart_A=_apart([len(s.tokens_T) - 1 for s in sequences], align).to(device))
     lengths = [len(s.tokens_T) - 1 for s in sequences]
     starts = [0]
     for length in lengths:
@@ -69,6 +76,16 @@ def pack(sequences: Items[Sequence], *, align: int, device: torch.device | str =
         predict_P=torch.cat(predict).to(device),
         target_P=torch.cat(target).to(device),
     )
+
+
+def _apart(lengths: Items[int], align: int) -> Tensor:
+    """Row of every place of sequences that begin at multiples of `align`; one beyond the decoder's rows: none."""
+    none = max(TILE, round_up(sum(lengths), TILE))  # the decoder pads rows to this
+    places, row, start = torch.full((round_up(sum(round_up(n, align) for n in lengths), TILE),), none), 0, 0
+    for length in lengths:
+        places[start : start + length] = torch.arange(row, row + length)
+        row, start = row + length, start + round_up(length, align)
+    return places
 
 
 def attend_packed(segments: Segments, kernels: Kernels = PLAIN) -> Attend:

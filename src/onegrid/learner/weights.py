@@ -41,6 +41,8 @@ class GradWeights:
         self.live, self.masters = live, masters
         self.sites = {key: self._site(key) for key, master in masters.items() if master.dim() >= 2}
         stacked = [(live.activation[key], site) for key, site in self.sites.items() if is_stack(key)]
+        self.apart_A: Tensor | None = None
+        """Of the micro-batch at hand: `packing.Packed.apart_A`."""
         self.tile = max([TILE, *(_block_of_tokens(activation, site) for activation, site in stacked)])
 
     def _site(self, key: str) -> Site:
@@ -67,7 +69,7 @@ class GradWeights:
         rowwise = operand(x.detach(), quantizer)
         if dispatch is not None and not sent:
             x, rowwise = Scatter.apply(x, dispatch), send(rowwise, dispatch)
-        shared = Input(x.detach(), rowwise, quantizer, dispatch)
+        shared = Input(x.detach(), rowwise, quantizer, dispatch, self.apart_A if dispatch is None else None)
         return [GridLinear.apply(x, self.masters[key], self._bias(key), shared, self.sites[key]) for key in keys]
 
     def _bias(self, key: str) -> Tensor | None:
