@@ -175,6 +175,35 @@ def bench(
 
 
 @app.command()
+@click.argument("checkpoint", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--config", type=click.Path(dir_okay=False, path_type=Path), help="By default that of the run.")
+@click.option("--older", type=click.Path(file_okay=False, path_type=Path), help="A version before, as a suspect.")
+@click.option("--calibrate", type=click.Path(dir_okay=False, path_type=Path), help="Measure, and write this file.")
+@click.option("--steps", type=click.IntRange(min=20), default=40, show_default=True, help="Of a calibration.")
+def diagnose(
+    checkpoint: Path,
+    overrides: tuple[str, ...],
+    config: Path | None,
+    older: Path | None,
+    calibrate: Path | None,
+    steps: int,
+) -> None:
+    """Say why learner and sampler differ at CHECKPOINT, by replaying a batch with one thing changed at a time.
+
+    CHECKPOINT is a run, a folder global_step_N of one, or a folder with config.json (then --config names the task).
+    With --calibrate it measures what a pairing that is not exact differs by, for guard.calibration.
+
+    \b
+    Example: onegrid diagnose runs/quickstart
+             onegrid diagnose runs/mixed --calibrate mixed.json
+    """
+    from onegrid.cli.diagnose import run
+
+    run(checkpoint, overrides, config=config, older=older, calibrate=calibrate, steps=steps)
+
+
+@app.command()
 @click.argument("names", nargs=-1, metavar="[FAULT]...")
 @click.option("--list", "show", is_flag=True, help="Print every fault, what it breaks and which checks must object.")
 @click.option("--campaign", type=click.Choice(["quick", "full"]), help="All faults, 100 or 1000 random corruptions.")

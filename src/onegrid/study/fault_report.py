@@ -143,18 +143,8 @@ def markdown(
         "## Beside the published table",
         "",
         *_table(
-            (
-                "fault",
-                "rules (published)",
-                "engine (published)",
-                "self-check (published)",
-                "sentinel (published)",
-                "ours",
-            ),
-            [
-                (f"{FAULTS[o.fault].published} {o.fault}", *PUBLISHED[FAULTS[o.fault].published], ", ".join(o.fires))
-                for o in published
-            ],
+            ("fault", "", "rules", "engine", "self-check", "sentinel"),
+            [row for o in published for row in _beside(o)],
         ),
         "",
         "The sentinel sees all four here because this pairing is exact: its expectation is 0. Where an engine promises "
@@ -163,6 +153,19 @@ def markdown(
         "",
     ]
     return "\n".join(lines)
+
+
+def _beside(o: Outcome) -> list[tuple[str, ...]]:
+    """Two lines: what was published, and what objects here. Rules are one plan here; the engine is asked and read."""
+    number = FAULTS[o.fault].published
+    engine = [check for check in ("audit", "digest", "storage") if check in o.fires]
+    ours = (
+        "one plan for both sides",
+        f"caught ({', '.join(engine)})" if engine else "missed",
+        "caught" if "selfcheck" in o.fires else "missed",
+        "fires" if "sentinel" in o.fires else "silent",
+    )
+    return [(f"{number} {o.fault}", "published", *PUBLISHED[number]), ("", "here", *ours)]
 
 
 _CAUGHT_HEAD = ("fault", "what", "breaks", "caught by", "at", "ms", "named", "with all checks off")
