@@ -13,9 +13,9 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -73,8 +73,8 @@ def live(config: Path, overrides: Sequence[str], folder: Path, num_steps: int) -
     code = 1
     try:
         torch.set_num_threads(1)
-        sys.stdout = open(os.devnull, "w")
-        run(config, overrides, run_dir=folder, num_steps=num_steps, resume=True, dry_run=False)
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            run(config, overrides, run_dir=folder, num_steps=num_steps, resume=True, dry_run=False)
         code = 0
     finally:
         os._exit(code)

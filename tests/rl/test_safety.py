@@ -12,12 +12,15 @@ import pytest
 import torch
 
 from onegrid.cli.train import run
+from onegrid.config import load_config
 from onegrid.errors import CheckpointError, ConfigError, OutOfMemoryError, StoppedError
 from onegrid.rl import checkpoint, loop
 from onegrid.rl.checkpoint import state_folder
 from onegrid.rl.keep import Keeper
 from onegrid.rl.out_of_memory import is_out_of_memory
 from onegrid.rl.record import Record
+from onegrid.study.parts import build, design
+from tests.bytes import assert_same_bytes
 from tests.rl.tiny import lines_without_clocks, write_tiny_run
 
 
@@ -217,3 +220,38 @@ def test_a_state_of_valid_sums_and_wrong_contents_is_a_checkpoint_error(whole, t
         with pytest.raises(CheckpointError):
             train(path, tmp_path / "run", resume=True)
             pytest.fail(str(change))
+
+
+def test_case_P4_an_optimizer_keeps_dtypes_and_bytes_and_the_last_step_is_always_saved(whole, tmp_path, monkeypatch):
+    path, run_dir = whole
+    before = checkpoint.load(checkpoint.latest(run_dir))["learner"]
+    learner = build(design(load_config(run_dir / "config.toml"), tmp_path)).learner
+    learner.load_state_dict(before)
+    checkpoint.save(tmp_path, 3, {"learner": learner.state_dict(), "step": 3, "constant_steps": 0}, keep=1)
+    after = checkpoint.load(checkpoint.latest(tmp_path))["learner"]
+
+    assert len(before["optimizer"]["state"]) == len(before["masters"])
+    for i, moment in before["optimizer"]["state"].items():
+        for name, value in moment.items():
+            assert value.dtype == after["optimizer"]["state"][i][name].dtype == torch.float32
+            assert_same_bytes(after["optimizer"]["state"][i][name], value)
+    assert before["optimizer"]["param_groups"] == after["optimizer"]["param_groups"]
+    train(path, tmp_path / "run", "checkpoint.every=0", steps=1)
+    assert checkpoint.steps(tmp_path / "run") == [1]
+
+    def full(place):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_create", full)
+    with pytest.raises(CheckpointError, match=r"step 2 .*No space left on device; the last good .*global_step_1"):
+        train(path, tmp_path / "run", "checkpoint.every=0", steps=2, resume=True)
+
+
+def test_a_checkpoint_can_be_exported_while_its_run_goes_on(whole, tmp_path, monkeypatch):
+    from onegrid.cli.export import run as export
+
+    target = tmp_path / "exported"
+    at_step(monkeypatch, 3, lambda: export(tmp_path / "run", target, adapter=False))
+    train(whole[0], tmp_path / "run")
+    assert (target / "model.safetensors").exists() and (target / "characters.json").exists()
+    assert lines_without_clocks(tmp_path / "run") == lines_without_clocks(whole[1])

@@ -208,5 +208,9 @@ def _describe(plan: Design, console: Console) -> None:
     table.add_row("a step", f"{loop.prompts_per_step} prompts x {loop.samples_per_prompt} samples, one update")
     table.add_row("response tokens", f"at most {sequences * sampling.max_new_tokens} a step")
     table.add_row("micro-batches", f"of at most {config.learner.max_tokens} rows")
-    table.add_row("evaluation", f"{config.eval.num_problems} held-out problems, greedy, before and after")
+    off_policy = "made while the one before is learned" if loop.off_policy_steps else "made and learned in its step"
+    table.add_row("a batch", off_policy)
+    answers = f"greedy and {config.eval.samples} sampled" if config.eval.samples else "greedy"
+    often = f", and every {config.eval.every} steps" if config.eval.every else ""
+    table.add_row("evaluation", f"{config.eval.num_problems} held-out problems, {answers}, before and after{often}")
     console.print(table)
