@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the documented commands that take minutes or a download, in a fresh environment and a copy of this tree.
+# Runs the documented commands that take minutes or a download, in a fresh environment and a clone of this tree.
 # tests/test_docs.py runs the short ones, and keeps that none is forgotten. Where a document's command would train for
 # hours on a CPU, a few small steps of it are taken here.
 set -euo pipefail
@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
-git ls-files -z | xargs -0 cp --parents -t "$copy"
+git clone -q . "$copy"
 cd "$copy"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 set -x
