@@ -12,21 +12,20 @@ import torch
 from torch import Tensor
 
 from onegrid.errors import CapabilityError, CheckpointError, NonFiniteError, WeightsError
-from onegrid.formats import QUANTIZERS
 from onegrid.learner.adapter_files import adapters_of
 from onegrid.learner.config import LearnerConfig, learning_rate
 from onegrid.learner.gradients import scale_gradients, squares_by_group
 from onegrid.learner.loss import LossConfig, loss_metrics, policy_loss, token_weights
-from onegrid.learner.packing import attend_packed, micro_batches, pack
+from onegrid.learner.packing import alignment, attend_packed, micro_batches, pack, rows_are_alone
 from onegrid.learner.recover import make_room, without_leftovers
 from onegrid.learner.replay import Replay, routing_metrics
 from onegrid.learner.weights import GradWeights
 from onegrid.model.canonical import Canonical
 from onegrid.model.decoder import decode_rows, head_name
+from onegrid.model.derived import canonical_parts, sums_of
 from onegrid.model.kv import kv_grid
 from onegrid.model.live import LiveWeights
 from onegrid.model.publish import publish
-from onegrid.model.derived import canonical_parts, sums_of
 from onegrid.model.rope import rope_table
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.model.stacks import is_stack, stacks
@@ -79,7 +78,7 @@ class Learner:
         self.live = LiveWeights(spec, plan, side="learner", device=self.device, kernels=kernels, weights=config.weights)
         self.live.derive()
         self.grad_weights = GradWeights(self.live, self.masters)
-        self.align, self.dense = _alignment(plan), self.device.type == "cpu" and _rows_are_alone(plan)
+        self.align, self.dense = alignment(plan), self.device.type == "cpu" and rows_are_alone(plan)
         self.written: dict[str, tuple[int, int]] = {}
         """Of the last quantization, by key: how often torch had written to the master, and the digest of its codes."""
         self.rope = rope_table(spec, 0, self.device)
@@ -134,7 +133,7 @@ class Learner:
         self.live.kernels = kernels
         self.live.derive()
         self.grad_weights = GradWeights(self.live, self.masters)
-        self.align, self.dense = _alignment(plan), self.device.type == "cpu" and _rows_are_alone(plan)
+        self.align, self.dense = alignment(plan), self.device.type == "cpu" and rows_are_alone(plan)
         self._quantize()
 
     def canonical(self) -> dict[str, Canonical]:
@@ -371,23 +370,6 @@ def _gather(
         parts = [weights[name].detach().to(device, torch.float32) for name in names]
         out[key] = torch.stack(parts) if is_stack(key) else parts[0].clone()
     return out
-
-
-def _alignment(plan: Plan) -> int:
-    """Rows that a sequence's start must be a multiple of: the largest block along tokens of a quantized backward."""
-    largest = 1
-    for planned in plan.tensors.values():
-        if planned.backward == "quantized":
-            for name in (planned.activation, planned.gradient):
-                along = None if name is None else QUANTIZERS[name].block[1]
-                largest = max(largest, along or 1)
-    return largest
-
-
-def _rows_are_alone(plan: Plan) -> bool:
-    """Whether no scale of a row-wise operand spans rows, so that only column-wise operands need aligned sequences."""
-    names = {name for planned in plan.tensors.values() for name in (planned.activation, planned.gradient) if name}
-    return all(QUANTIZERS[name].block[0] in (None, 1) for name in names)
 
 
 def _kept(sequences: Items[Sequence], device: torch.device) -> list[Tensor] | None:

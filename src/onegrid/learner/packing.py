@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from onegrid.formats import QUANTIZERS
 from onegrid.model.decoder import Attend, Rows
 from onegrid.ops.packed_attention import Segments, segments_of
 from onegrid.ops.pins import TILE, round_up
 from onegrid.ops.table import PLAIN, Kernels
+from onegrid.recipe import Plan
 from onegrid.types import Sequence
 
 
@@ -95,3 +97,20 @@ def attend_packed(segments: Segments, kernels: Kernels = PLAIN) -> Attend:
         return kernels.packed_attention(q_NHD, k_NGD, v_NGD, segments)
 
     return attend
+
+
+def alignment(plan: Plan) -> int:
+    """Rows that a sequence's start must be a multiple of: the largest block along tokens of a quantized backward."""
+    largest = 1
+    for planned in plan.tensors.values():
+        if planned.backward == "quantized":
+            for name in (planned.activation, planned.gradient):
+                along = None if name is None else QUANTIZERS[name].block[1]
+                largest = max(largest, along or 1)
+    return largest
+
+
+def rows_are_alone(plan: Plan) -> bool:
+    """Whether no scale of a row-wise operand spans rows, so that only column-wise operands need aligned sequences."""
+    names = {name for planned in plan.tensors.values() for name in (planned.activation, planned.gradient) if name}
+    return all(QUANTIZERS[name].block[0] in (None, 1) for name in names)
