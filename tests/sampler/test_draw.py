@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from onegrid.ops.draw import draw, triton_draw
 from onegrid.ops.logprob import log_probs
-from onegrid.sampler.draw import inverse_cdf, inverse_cdf_by_blocks, kept_set, mix, stream, streams, truncates, uniform
+from onegrid.sampler.draw import inverse_cdf, kept_set, mix, stream, streams, truncates, uniform
 from onegrid.types import Request, Sampling
 from tests.bytes import assert_same_bytes
 
@@ -150,7 +151,12 @@ def test_a_draw_by_blocks_is_the_draw(width, device):
     logp_NV[4, 1:] = -math.inf
     uniform_N = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(device)
     uniform_N[0], uniform_N[1], uniform_N[2] = 0.0, 1 - 2.0**-53, 0.5
-    got_N = inverse_cdf_by_blocks(logp_NV, uniform_N)
+    ways = [draw] if device.type == "cpu" else [draw, triton_draw]
     # Two orders of FP64 sums differ by 1e-13 at most; none of these 40 thresholds lies that near a boundary.
-    assert got_N.tolist() == inverse_cdf(logp_NV, uniform_N).tolist()
-    assert torch.isfinite(logp_NV.gather(1, got_N[:, None])).all()
+    want_N = inverse_cdf(logp_NV, uniform_N)
+    for way in ways:
+        got_N, got_logp_N, finite_N = way(logp_NV, uniform_N)
+        assert got_N.tolist() == want_N.tolist()
+        assert_same_bytes(got_logp_N, logp_NV.gather(1, want_N[:, None]).squeeze(1))
+        assert finite_N.tolist() == [width == 1 or row not in (3, 4) for row in range(40)]
+        assert 0 <= int(way(torch.full_like(logp_NV[:1], math.nan), uniform_N[:1])[0]) < width

@@ -78,7 +78,7 @@ def _train(
         check_whole(folder, state["step"])
     record.text("config.toml", to_toml(config))
     record.text("plan.json", plan.plan.to_json())
-    made_with: dict[str, object] = {**versions(), "pins": parts.proof.as_record()}
+    made_with: dict[str, object] = {**versions(), "pins": parts.proof.as_record(), "matmuls": parts.matmuls}
     record.text("versions.json", json.dumps(made_with, indent=1, sort_keys=True) + "\n")
     display = Display(config.loop.num_steps, done=state["step"] if state else 0, console=console)
     with closing_task(parts.task), closing_sampler(parts.sampler), _tracked(config, record, display), display:

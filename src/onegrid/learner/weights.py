@@ -72,6 +72,10 @@ class GradWeights:
         shared = Input(x.detach(), rowwise, quantizer, dispatch, self.apart_A if dispatch is None else None)
         return [GridLinear.apply(x, self.masters[key], self._bias(key), shared, self.sites[key]) for key in keys]
 
+    def fuses(self, key: str, width: int) -> Quantizer | None:
+        """None: gradients need the activations themselves."""
+        return None
+
     def _bias(self, key: str) -> Tensor | None:
         name = key.removesuffix("weight") + "bias"
         return self.tensor(name) if name in self.masters else None

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from onegrid.formats import Quantizer
 from onegrid.model.moe import mlp, moe_block
 from onegrid.model.spec import ModelSpec
 from onegrid.ops.grouped import Dispatch
@@ -32,12 +33,21 @@ class Weights(Protocol):
         ...
 
     def linear(
-        self, keys: tuple[str, ...], x: Tensor, dispatch: Dispatch | None = None, *, sent: bool = False
+        self, keys: tuple[str, ...], x: Any, dispatch: Dispatch | None = None, *, sent: bool = False
     ) -> list[Tensor]:
-        """x [..., M, K] BF16 through several weights that share it: BF16 [..., M, N] each, biases added.
+        """x [..., M, K] BF16 (or its Operand, where `fuses` said so) through several weights that share it.
+
+        BF16 [..., M, N] each, biases added.
 
         dispatch  the keys are stacked experts: x [N, K] goes to its places first, results are [P, N]
         sent      x [P, K] lies at its places already
+        """
+        ...
+
+    def fuses(self, key: str, width: int) -> Quantizer | None:
+        """The quantizer of `key`'s activations where the kernel that makes them, `width` wide, is to apply it already.
+
+        None where `linear` quantizes: there is none, no kernel does both, or this side has gradients.
         """
         ...
 
@@ -67,6 +77,7 @@ def decode_rows(
     rope: tuple[Tensor, Tensor],
     routes: list[Tensor] | None = None,
     forced_NLK: Tensor | None = None,
+    embedded_ND: Tensor | None = None,
     kv_grid: Callable[[Tensor], Tensor] | None = None,
     recompute: bool = False,
     kernels: Kernels = PLAIN,
@@ -76,6 +87,7 @@ def decode_rows(
     rope       tables of `rope_table`, long enough for every position
     routes     gets one int16 [N, top_k] tensor a mixture-of-experts layer, appended in layer order: what routers chose
     forced_NLK recorded experts of every such layer to visit instead, -1 where the router decides
+    embedded_ND  `embed` of the tokens, where it was made before
     kv_grid    rounds keys and values to the grid of a quantized cache, on both sides alike
     recompute  drops each layer's activations and computes them again in the backward pass
     kernels    implementations of what lies between the matmuls; the other side must have the same
@@ -89,8 +101,7 @@ def decode_rows(
     mask = rows.mask_N
     if padding or mask is not None:
         mask = _padded(torch.ones_like(rows.tokens_N, dtype=torch.bool) if mask is None else mask, padding)
-    x = torch.nn.functional.embedding(tokens, weights.tensor("model.embed_tokens.weight")).to(torch.bfloat16)
-    x = _masked(x, mask)
+    x = _masked(embed(weights, tokens) if embedded_ND is None else _padded(embedded_ND, padding), mask)
 
     def block(layer: int, x_ND: Tensor, y_ND: Tensor | None) -> tuple[Tensor, Tensor]:
         """One layer: the residual after attention, and what the MLP adds to it, from the same two of the layer below.
@@ -102,7 +113,7 @@ def decode_rows(
         if y_ND is None:
             h = kernels.norm(x_ND, norm, spec.rms_eps)
         else:
-            x_ND, h = kernels.residual_norm(x_ND, y_ND, norm, spec.rms_eps)
+            x_ND, h = _normed(weights, f"{at}.self_attn.q_proj.weight", x_ND, y_ND, norm, spec.rms_eps, kernels)
         q, k, v = _attention_inputs(spec, weights, f"{at}.self_attn", h, rope, positions, kernels)
         if kv_grid is not None:
             k, v = kv_grid(k), kv_grid(v)
@@ -110,10 +121,11 @@ def decode_rows(
         out = _masked(_padded(out.flatten(1), padding), mask)
         y_ND = _masked(weights.linear((f"{at}.self_attn.o_proj.weight",), out)[0], mask)
         norm = weights.tensor(f"{at}.post_attention_layernorm.weight")
-        x_ND, h = kernels.residual_norm(x_ND, y_ND, norm, spec.rms_eps)
         if layer in spec.moe_layers:
+            x_ND, h = kernels.residual_norm(x_ND, y_ND, norm, spec.rms_eps)
             forced_NK = None if forced is None else forced[:, moe_layers.index(layer)]
             return x_ND, moe_block(spec, weights, f"{at}.mlp", h, mask, routes, kernels, forced_NK)
+        x_ND, h = _normed(weights, f"{at}.mlp.gate_proj.weight", x_ND, y_ND, norm, spec.rms_eps, kernels)
         return x_ND, mlp(weights, f"{at}.mlp", h, kernels)
 
     y: Tensor | None = None
@@ -128,16 +140,31 @@ def decode_rows(
     return kernels.residual_norm(x, y, weights.tensor("model.norm.weight"), spec.rms_eps)[1][:num_rows]
 
 
+def embed(weights: Weights, tokens_N: Tensor) -> Tensor:
+    """BF16 [N, D]."""
+    return torch.nn.functional.embedding(tokens_N, weights.tensor("model.embed_tokens.weight")).to(torch.bfloat16)
+
+
 def head_name(spec: ModelSpec) -> str:
     """Canonical name of the tensor that makes logits: the embedding itself when tied."""
     return "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
+
+
+def _normed(
+    weights: Weights, key: str, x_ND: Tensor, y_ND: Tensor, norm_D: Tensor, eps: float, kernels: Kernels
+) -> tuple[Tensor, Any]:
+    """x + y and its norm, quantized for `key` where that is one kernel."""
+    quantizer = weights.fuses(key, x_ND.shape[-1])
+    if quantizer is None:
+        return kernels.residual_norm(x_ND, y_ND, norm_D, eps)
+    return kernels.residual_norm_operand(x_ND, y_ND, norm_D, eps, quantizer)
 
 
 def _attention_inputs(
     spec: ModelSpec,
     weights: Weights,
     at: str,
-    h_ND: Tensor,
+    h_ND: Any,
     rope: tuple[Tensor, Tensor],
     positions_N: Tensor,
     kernels: Kernels,

@@ -15,12 +15,16 @@ from torch import Tensor
 from onegrid.errors import CapabilityError, SyncError, WeightsError
 from onegrid.formats import QUANTIZERS, Quantizer, QuantTensor, quantize
 from onegrid.model.canonical import Canonical, parts_of
+from onegrid.model.packed import PackedWeights
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.model.stacks import is_stack, stack_key, stacks
 from onegrid.ops.grouped import Dispatch, grouped_matmul, take
 from onegrid.ops.linear import matmul
+from onegrid.ops.native import BLOCK, joined_rows, kind_of, native_operand, native_operand_of, refusal
 from onegrid.ops.operand import Operand, operand, operand_of
-from onegrid.ops.pins import TILE
+from onegrid.ops.packed_cuda import packed_matmul
+from onegrid.ops.pins import TILE, pin
+from onegrid.ops.producers import fuses
 from onegrid.ops.table import kernels_for
 from onegrid.recipe import Plan
 
@@ -30,7 +34,8 @@ class LiveWeights:
 
     side     "learner" or "sampler": whose quantizers of the plan to use
     kernels  see `ops.table.kernels_for`; the other side must have the same
-    weights  "auto" keeps operands; "codes" keeps none: `read` derives one from its codes at each use, the same bytes
+    weights  "auto": matmuls of few rows read packed weights where `model.packed` finds that better; or "decoded".
+             "codes" keeps no operands: `read` derives one from its codes at each use, with the same bytes
     Starts as zeros; nothing may be computed before the first `derive`.
     """
 
@@ -46,6 +51,7 @@ class LiveWeights:
         kernels: str = "auto",
         weights: str = "auto",
     ) -> None:
+        pin(device)  # before anything is allocated there: some switches count only then
         self.spec, self.plan, self.side = spec, plan, side
         self.device = torch.device(device)
         self.kernels = kernels_for(
@@ -59,18 +65,40 @@ class LiveWeights:
         """Of the operands that are not kept, after the first `derive`."""
         self.joined: dict[tuple[str, ...], Operand] = {}
         self.activation = {key: self._quantizer(key, "activation") for key in self.keys}
+        self.native = {key for key in self.keys if plan.matmul == "native" and self._takes_native(key)}
+        """Linears whose products are the matrix unit's own; see `ops.native`."""
         shapes = tensor_shapes(spec)
         for key, names in self.keys.items():
             shape = (len(names), *shapes[names[0]]) if is_stack(key) else shapes[names[0]]
             quantizer = self._quantizer(key, "weight")
             self._refuse_unreadable(key, quantizer)
             self.held[key] = self._allocate(shape, quantizer)
+        self.packed: PackedWeights | None = None
+        if side == "sampler" and weights == "auto" and self.device.type == "cuda":
+            self.packed = PackedWeights(self.held, joinable(spec), self.activation, self.device)
 
     def _quantizer(self, key: str, role: str):
         """The quantizer of a key; the plan has checked that all tensors of a stack agree."""
         planned = self.plan[self.keys[key][0]]
         name = getattr(planned, f"sampler_{role}" if self.side == "sampler" else role)
         return None if name is None else QUANTIZERS[name]
+
+    def _takes_native(self, key: str) -> bool:
+        """Quantized dense linears do; stacked experts stay with the grid. CapabilityError where one cannot."""
+        quantizer, activation = self._quantizer(key, "weight"), self.activation[key]
+        if quantizer is None or activation is None or is_stack(key):
+            return False
+        why = refusal(quantizer, activation, tensor_shapes(self.spec)[key], self.device)
+        if why:
+            raise CapabilityError(f'recipe.matmul = "native", {key}: {why}; leave recipe.matmul out for the grid')
+        return True
+
+    def native_shapes(self) -> dict[str, list[tuple[int, ...]]]:
+        """Shapes of linears with native products, by kind of operand, for the proof at start."""
+        shapes: dict[str, list[tuple[int, ...]]] = {}
+        for key in sorted(self.native):
+            shapes.setdefault(kind_of(self._quantizer(key, "weight")), []).append(tensor_shapes(self.spec)[key])
+        return shapes
 
     def _refuse_unreadable(self, key: str, quantizer) -> None:
         """What the decoder reads as a plain tensor may be quantized only to values that need no factor."""
@@ -144,6 +172,8 @@ class LiveWeights:
                     have.copy_(want)
         if self.device.type == "cuda" and not self.joined:
             self._join()
+        if self.packed is not None:
+            self.packed.check()
 
     def _join(self) -> None:
         """Lays operands that read the same activations one after another, so that one matmul reads them all.
@@ -154,15 +184,19 @@ class LiveWeights:
             parts = [self.operands[key] for key in keys if key in self.operands]
             if len(parts) < len(keys) or len({(p.kind, p.row is None, p.block is None) for p in parts}) > 1:
                 continue
-            values = torch.cat([p.values for p in parts])
+            if parts[0].kind == "native_tensor":
+                continue  # each has a scale of its own
+            values = joined_rows([p.values for p in parts])
+            rows = BLOCK if parts[0].kind == "native_block" else 1  # of values that share a row of scales
             row = None if parts[0].row is None else torch.cat([_given(p.row) for p in parts])
             block = None if parts[0].block is None else torch.cat([_given(p.block) for p in parts])
             self.joined[keys] = Operand(values, parts[0].kind, row, block)
             start = 0
             for key, part in zip(keys, parts, strict=True):
                 at = slice(start, start + len(part.values))
+                scales = slice(at.start // rows, at.stop // rows)
                 self.operands[key] = Operand(
-                    values[at], part.kind, None if row is None else row[at], None if block is None else block[at]
+                    values[at], part.kind, None if row is None else row[at], None if block is None else block[scales]
                 )
                 start = at.stop
 
@@ -182,7 +216,7 @@ class LiveWeights:
         """What a matmul reads of `key`; None for vectors, which are read as they are."""
         held = self.held[key]
         if isinstance(held, QuantTensor):
-            return operand_of(held)
+            return native_operand_of(held) if key in self.native else operand_of(held)
         return operand(held, None) if held.dim() >= 2 else None
 
     def verify(self, keys: Iterable[str] | None = None) -> None:
@@ -219,22 +253,43 @@ class LiveWeights:
 
     def input_operand(self, key: str, x: Tensor, dispatch: Dispatch | None = None) -> Operand:
         """The activations as `key`'s matmul reads them. Rows are quantized before they are sent to experts."""
-        quantized = operand(x, self.activation[key])
+        quantizer = self.activation[key]
+        if quantizer is not None and key in self.native:
+            return native_operand(x, quantizer)
+        quantized = operand(x, quantizer)
         return quantized if dispatch is None else send(quantized, dispatch)
 
     def linear(
-        self, keys: tuple[str, ...], x: Tensor, dispatch: Dispatch | None = None, *, sent: bool = False
+        self, keys: tuple[str, ...], x: Tensor | Operand, dispatch: Dispatch | None = None, *, sent: bool = False
     ) -> list[Tensor]:
         """See `model.decoder.Weights`."""
-        if sent and dispatch is not None and spans_rows(self.activation[keys[0]]):
+        if isinstance(x, Tensor) and sent and dispatch is not None and spans_rows(self.activation[keys[0]]):
             x = dispatch.cleared(x)
-        a = self.input_operand(keys[0], x, None if sent else dispatch)
+        a = x if isinstance(x, Operand) else self.input_operand(keys[0], x, None if sent else dispatch)
         if dispatch is not None:
             return [grouped_matmul(a, self.read(key), dispatch) for key in keys]
         if keys in self.joined:
-            out = matmul(a, self.joined[keys], bias_N=self._joined_bias(keys))
+            out = self._product(keys, a, self.joined[keys], self._joined_bias(keys))
             return list(out.split([len(self.operands[key].values) for key in keys], dim=-1))
-        return [matmul(a, self.read(key), bias_N=self.bias(key)) for key in keys]
+        return [self._product((key,), a, self.read(key), self.bias(key)) for key in keys]
+
+    def _product(self, keys: tuple[str, ...], a: Operand, whole: Operand, bias_N: Tensor | None) -> Tensor:
+        packed = None if self.packed is None else self.packed.of(keys, len(a.values), whole)
+        return matmul(a, whole, bias_N=bias_N) if packed is None else packed_matmul(a, packed, whole.row)
+
+    def fuses(self, key: str, width: int) -> Quantizer | None:
+        """See `model.decoder.Weights`."""
+        quantizer = self.activation[key]
+        if quantizer is None or key in self.native or not self.kernels.can_capture or not fuses(quantizer, width):
+            return None
+        return quantizer
+
+    def multiply(self, key: str, x: Tensor) -> Tensor:
+        """What the live kernel of one linear makes of x BF16 [..., M, K], its neighbours in one matmul included."""
+        if is_stack(key):
+            return matmul(self.input_operand(key, x, None), self.operands[key])
+        keys = next((keys for keys in self.joined if key in keys), (key,))
+        return self.linear(keys, x)[keys.index(key)]
 
     def _joined_bias(self, keys: tuple[str, ...]) -> Tensor | None:
         biases = [b for key in keys if (b := self.bias(key)) is not None]

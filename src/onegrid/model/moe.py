@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -54,10 +54,13 @@ def moe_block(
     return total.to(torch.bfloat16)
 
 
-def mlp(weights: Weights, at: str, h_ND: Tensor, kernels: Kernels = PLAIN) -> Tensor:
-    """down(silu(gate h) * up h), BF16."""
+def mlp(weights: Weights, at: str, h_ND: Any, kernels: Kernels = PLAIN) -> Tensor:
+    """down(silu(gate h) * up h), BF16. h BF16 [N, D] or its operand."""
     gate, up = weights.linear((f"{at}.gate_proj.weight", f"{at}.up_proj.weight"), h_ND)
-    return weights.linear((f"{at}.down_proj.weight",), kernels.swiglu(gate, up))[0]
+    down = f"{at}.down_proj.weight"
+    quantizer = weights.fuses(down, gate.shape[-1])
+    inner = kernels.swiglu(gate, up) if quantizer is None else kernels.swiglu_operand(gate, up, quantizer)
+    return weights.linear((down,), inner)[0]
 
 
 def shared_expert(weights: Weights, at: str, h_ND: Tensor, kernels: Kernels = PLAIN) -> Tensor:

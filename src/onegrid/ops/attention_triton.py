@@ -113,10 +113,14 @@ def _prefill(
 
 @triton.jit
 def _decode(
-    q, k, v, part_largest, part_weight, part_total, position_B,
-    stride_q, stride_kb, stride_kg, stride_ks, stride_vb, stride_vg, stride_vs, scale, num_heads, max_chunks,
+    q, k, v, k_new, v_new, part_largest, part_weight, part_total, out, position_B,
+    stride_q, stride_k_new, stride_v_new, stride_kb, stride_kg, stride_ks, stride_vb, stride_vg, stride_vs, scale,
+    num_heads, max_chunks,
     REPEAT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
+    NEW: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
+    """NEW: the last key and value are still to be written to the cache; whoever reads them does it.
+    WHOLE: there is one chunk, so this finishes as prefill does; else states are merged by `_decode_merge`."""
     group, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     position = tl.load(position_B + b).to(tl.int32)
     r, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -125,37 +129,53 @@ def _decode(
     q_MD = tl.load(q + at, mask=(r < REPEAT)[:, None], other=0.0)
     position_M = tl.full([ROWS], 0, tl.int32) + position
     k_at, v_at = k + b * stride_kb + group * stride_kg, v + b * stride_vb + group * stride_vg
-    for chunk in range(tl.program_id(0), position // CHUNK + 1, tl.num_programs(0)):
-        end = tl.minimum((chunk + 1) * CHUNK, position + 1)
-        largest, weight, total = _chunk(
-            q_MD, k_at, v_at, stride_ks, stride_vs, chunk * CHUNK, end, position_M, scale, ROWS, WIDTH, TILE
+    if NEW:
+        if position // CHUNK % tl.num_programs(0) == tl.program_id(0):
+            to = position.to(tl.int64)
+            tl.store(k_at + to * stride_ks + d, tl.load(k_new + b * stride_k_new + group * WIDTH + d))
+            tl.store(v_at + to * stride_vs + d, tl.load(v_new + b * stride_v_new + group * WIDTH + d))
+        tl.debug_barrier()
+    if WHOLE:
+        part_largest, part_weight, part_total = _chunk(
+            q_MD, k_at, v_at, stride_ks, stride_vs, 0, position + 1, position_M, scale, ROWS, WIDTH, TILE
         )
-        place = (b * num_heads + head) * max_chunks + chunk
-        tl.store(part_largest + place, largest, mask=r < REPEAT)
-        tl.store(part_weight + place, weight, mask=r < REPEAT)
-        tl.store(part_total + place[:, None] * WIDTH + d[None, :], total, mask=(r < REPEAT)[:, None])
+        largest = tl.full([ROWS], _EMPTY, tl.float32)
+        weight, total = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
+        largest, weight, total = _merge(largest, weight, total, part_largest, part_weight, part_total)
+        place = (b * num_heads + head)[:, None] * WIDTH + d[None, :]
+        tl.store(out + place, _finish(weight, total), mask=(r < REPEAT)[:, None])
+    else:
+        for chunk in range(tl.program_id(0), position // CHUNK + 1, tl.num_programs(0)):
+            end = tl.minimum((chunk + 1) * CHUNK, position + 1)
+            largest, weight, total = _chunk(
+                q_MD, k_at, v_at, stride_ks, stride_vs, chunk * CHUNK, end, position_M, scale, ROWS, WIDTH, TILE
+            )
+            place = (b * num_heads + head) * max_chunks + chunk
+            tl.store(part_largest + place, largest, mask=r < REPEAT)
+            tl.store(part_weight + place, weight, mask=r < REPEAT)
+            tl.store(part_total + place[:, None] * WIDTH + d[None, :], total, mask=(r < REPEAT)[:, None])
 
 
 @triton.jit
 def _decode_merge(
     part_largest, part_weight, part_total, out, position_B, num_heads, max_chunks,
-    WIDTH: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head, b = tl.program_id(0) * HEADS + tl.arange(0, HEADS), tl.program_id(1).to(tl.int64)
     position = tl.load(position_B + b).to(tl.int32)
     d = tl.arange(0, WIDTH)
     row = b * num_heads + head
-    largest = tl.full([1], _EMPTY, tl.float32)
-    weight = tl.zeros([1], tl.float32)
-    total = tl.zeros([1, WIDTH], tl.float32)
-    one = tl.arange(0, 1)
+    inside = head < num_heads
+    largest = tl.full([HEADS], _EMPTY, tl.float32)
+    weight = tl.zeros([HEADS], tl.float32)
+    total = tl.zeros([HEADS, WIDTH], tl.float32)
     for chunk in tl.range(0, position // CHUNK + 1, num_stages=STAGES):
         place = row * max_chunks + chunk
-        chunk_largest = tl.load(part_largest + place + one)
-        chunk_weight = tl.load(part_weight + place + one)
-        chunk_total = tl.load(part_total + (place + one)[:, None] * WIDTH + d[None, :])
+        chunk_largest = tl.load(part_largest + place, mask=inside, other=0.0)
+        chunk_weight = tl.load(part_weight + place, mask=inside, other=1.0)
+        chunk_total = tl.load(part_total + place[:, None] * WIDTH + d[None, :], mask=inside[:, None], other=0.0)
         largest, weight, total = _merge(largest, weight, total, chunk_largest, chunk_weight, chunk_total)
-    tl.store(out + row * WIDTH + d[None, :], _finish(weight, total))
+    tl.store(out + row[:, None] * WIDTH + d[None, :], _finish(weight, total), mask=inside[:, None])
 
 
 def scale_of(width: int) -> float:
@@ -199,6 +219,7 @@ def decode(
     v_SGLD: Tensor,
     position_N: Tensor,
     *,
+    new: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
     warps: int = 4,
     stages: int = 2,
@@ -209,6 +230,7 @@ def decode(
     q_NHD            BF16; query n belongs to slot n
     k_SGLD, v_SGLD   BF16 slots [S, G, positions, D], any strides but 1 along D, S at least N
     position_N       int64 or int32, on the device; keys 0 .. position are seen
+    new              BF16 [N, G, D] key and value of position_N, which are written to the cache first
     warps, stages, splits  change the speed only
     Nothing here waits for the device, and no shape depends on positions, so that it can be captured.
     """
@@ -217,20 +239,25 @@ def decode(
     max_chunks = triton.cdiv(k_SGLD.shape[2], CHUNK)
     num_groups = k_SGLD.shape[1]
     splits = splits or num_splits(num_rows, num_groups, max_chunks)
-    states = empty(num_rows * num_heads * max_chunks, width + 2, dtype=float32, device=q_NHD.device).flatten()
-    count = num_rows * num_heads * max_chunks
+    whole = max_chunks == 1
+    count = 0 if whole else num_rows * num_heads * max_chunks
+    states = empty(count, width + 2, dtype=float32, device=q_NHD.device).flatten()
     largest, weight, total = states[:count], states[count : 2 * count], states[2 * count :]
     out = q_NHD.new_empty(q_NHD.shape) if out is None else out
+    k_new, v_new = (q_NHD, q_NHD) if new is None else new
     _decode[(splits, num_groups, num_rows)](
-        q_NHD, k_SGLD, v_SGLD, largest, weight, total, position_N, q_NHD.stride(0),
-        k_SGLD.stride(0), k_SGLD.stride(1), k_SGLD.stride(2), v_SGLD.stride(0), v_SGLD.stride(1), v_SGLD.stride(2),
+        q_NHD, k_SGLD, v_SGLD, k_new, v_new, largest, weight, total, out, position_N,
+        q_NHD.stride(0), k_new.stride(0), v_new.stride(0), *k_SGLD.stride()[:3], *v_SGLD.stride()[:3],
         scale_of(width), num_heads, max_chunks,
         REPEAT=repeat, ROWS=max(16, triton.next_power_of_2(repeat)), WIDTH=width, TILE=TILE, CHUNK=CHUNK,
-        num_warps=warps, num_stages=stages,
+        NEW=new is not None, WHOLE=whole, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    _decode_merge[(num_heads, num_rows)](
+    if whole:
+        return out
+    together = 8 if num_rows >= 64 else 1  # few rows: as many programs as there can be
+    _decode_merge[(triton.cdiv(num_heads, together), num_rows)](
         largest, weight, total, out, position_N, num_heads, max_chunks,
-        WIDTH=width, CHUNK=CHUNK, STAGES=4, num_warps=1,
+        WIDTH=width, CHUNK=CHUNK, STAGES=4, HEADS=together, num_warps=4 if together > 1 else 1,
     )  # fmt: skip
     return out
 

@@ -10,6 +10,9 @@ import triton.language as tl
 from torch import Tensor, bfloat16
 from triton.language.extra import libdevice
 
+HEADS = 8
+"""Heads of one program."""
+
 
 @triton.jit
 def _mul(x, y):
@@ -18,10 +21,8 @@ def _mul(x, y):
 
 
 @triton.jit
-def _norm(
-    x, y, weight, total, out, stride_x, stride_y, eps, width, HAS_Y: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+def normed(x, y, weight, total, row, stride_x, stride_y, eps, width, HAS_Y: tl.constexpr, BLOCK: tl.constexpr):
+    """RMSNorm of a row, BF16 [BLOCK], of x or of x + y, which is then stored. Every norm kernel sums in this order."""
     d = tl.arange(0, BLOCK)
     inside = d < width
     value = tl.load(x + row * stride_x + d, mask=inside, other=0.0).to(tl.float32)
@@ -32,54 +33,66 @@ def _norm(
         value = rounded.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(_mul(value, value), 0) / width + eps)
     w = tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + d, _mul(_mul(value, rstd), w).to(tl.bfloat16), mask=inside)
+    return _mul(_mul(value, rstd), w).to(tl.bfloat16)
+
+
+@triton.jit
+def _norm(
+    x, y, weight, total, out, stride_x, stride_y, eps, width, HAS_Y: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    h = normed(x, y, weight, total, row, stride_x, stride_y, eps, width, HAS_Y, BLOCK)
+    tl.store(out + row * width + d, h, mask=d < width)
 
 
 @triton.jit
 def _heads(
     q, k, q_out, k_out, q_weight, k_weight, cos, sin, position, stride_q, stride_k, eps, num_heads, num_groups,
-    NORM: tl.constexpr, HALF: tl.constexpr,
+    NORM: tl.constexpr, HALF: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    d = tl.arange(0, HALF)
-    at = tl.load(position + row)
-    if head < num_heads:
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    of_queries = tl.cdiv(num_heads, TOGETHER)
+    if part < of_queries:
         source, target, weight = q + row * stride_q, q_out + row * num_heads * 2 * HALF, q_weight
+        count = num_heads
     else:
-        head -= num_heads
+        part -= of_queries
         source, target, weight = k + row * stride_k, k_out + row * num_groups * 2 * HALF, k_weight
-    source += head * 2 * HALF
-    target += head * 2 * HALF
-    first = tl.load(source + d).to(tl.float32)
-    second = tl.load(source + HALF + d).to(tl.float32)
+        count = num_groups
+    head = part * TOGETHER + tl.arange(0, TOGETHER)
+    d = tl.arange(0, HALF)
+    inside = (head < count)[:, None]
+    at = head[:, None] * 2 * HALF + d[None, :]
+    first = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + at, mask=inside, other=0.0).to(tl.float32)
     if NORM:
-        square = tl.sum(_mul(first, first) + _mul(second, second), 0)
-        rstd = tl.rsqrt(square / (2 * HALF) + eps)
-        first = _mul(_mul(first, rstd), tl.load(weight + d).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
-        second = _mul(_mul(second, rstd), tl.load(weight + HALF + d).to(tl.float32)).to(tl.bfloat16).to(tl.float32)
-    c, s = tl.load(cos + at * HALF + d), tl.load(sin + at * HALF + d)
-    tl.store(target + d, (_mul(first, c) - _mul(second, s)).to(tl.bfloat16))
-    tl.store(target + HALF + d, (_mul(second, c) + _mul(first, s)).to(tl.bfloat16))
+        square = tl.sum(_mul(first, first) + _mul(second, second), 1)
+        rstd = tl.broadcast_to(tl.rsqrt(square / (2 * HALF) + eps)[:, None], [TOGETHER, HALF])
+        w = tl.broadcast_to(tl.load(weight + d).to(tl.float32)[None, :], [TOGETHER, HALF])
+        first = _mul(_mul(first, rstd), w).to(tl.bfloat16).to(tl.float32)
+        w = tl.broadcast_to(tl.load(weight + HALF + d).to(tl.float32)[None, :], [TOGETHER, HALF])
+        second = _mul(_mul(second, rstd), w).to(tl.bfloat16).to(tl.float32)
+    place = tl.load(position + row) * HALF + d
+    c = tl.broadcast_to(tl.load(cos + place)[None, :], [TOGETHER, HALF])
+    s = tl.broadcast_to(tl.load(sin + place)[None, :], [TOGETHER, HALF])
+    tl.store(target + at, (_mul(first, c) - _mul(second, s)).to(tl.bfloat16), mask=inside)
+    tl.store(target + HALF + at, (_mul(second, c) + _mul(first, s)).to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def gated(gate, up, d, width):
+    """silu(gate) * up at columns d of a row, BF16; zero beyond `width`."""
+    g = tl.load(gate + d, mask=d < width, other=0.0).to(tl.float32)
+    u = tl.load(up + d, mask=d < width, other=0.0).to(tl.float32)
+    return _mul(tl.div_rn(g, 1.0 + libdevice.exp(-g)), u).to(tl.bfloat16)
 
 
 @triton.jit
 def _swiglu(gate, up, out, stride_gate, stride_up, width, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = d < width
-    g = tl.load(gate + row * stride_gate + d, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + row * stride_up + d, mask=inside, other=0.0).to(tl.float32)
-    silu = tl.div_rn(g, 1.0 + libdevice.exp(-g))
-    tl.store(out + row * width + d, _mul(silu, u).to(tl.bfloat16), mask=inside)
-
-
-@triton.jit
-def _store(k, v, keys, values, position, stride_k, stride_v, stride_n, stride_g, stride_s, WIDTH: tl.constexpr):
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    d = tl.arange(0, WIDTH)
-    to = row * stride_n + group * stride_g + tl.load(position + row) * stride_s + d
-    tl.store(keys + to, tl.load(k + row * stride_k + group * WIDTH + d))
-    tl.store(values + to, tl.load(v + row * stride_v + group * WIDTH + d))
+    tl.store(out + row * width + d, gated(gate + row * stride_gate, up + row * stride_up, d, width), mask=d < width)
 
 
 def norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -90,7 +103,7 @@ def norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     if len(x):
         block = triton.next_power_of_2(width)
         _norm[(len(x),)](
-            x, x, weight_D, out, out, x.stride(0), 0, eps, width, HAS_Y=False, BLOCK=block, num_warps=_warps(block)
+            x, x, weight_D, out, out, x.stride(0), 0, eps, width, HAS_Y=False, BLOCK=block, num_warps=warps_of(block)
         )
     return out.view(x_ND.shape)
 
@@ -103,7 +116,7 @@ def residual_norm(x_ND: Tensor, y_ND: Tensor, weight_D: Tensor, eps: float) -> t
         block = triton.next_power_of_2(width)
         _norm[(len(x_ND),)](
             x_ND, y_ND, weight_D, total, out, x_ND.stride(0), y_ND.stride(0), eps, width,
-            HAS_Y=True, BLOCK=block, num_warps=_warps(block),
+            HAS_Y=True, BLOCK=block, num_warps=warps_of(block),
         )  # fmt: skip
     return total, out
 
@@ -127,9 +140,10 @@ def heads(
     q, k = q_NHD.new_empty(q_NHD.shape), k_NGD.new_empty(k_NGD.shape)
     if num_rows:
         weights = (q_weight_D if q_weight_D is not None else q, k_weight_D if k_weight_D is not None else k)
-        _heads[(num_rows, num_heads + num_groups)](
+        parts = triton.cdiv(num_heads, HEADS) + triton.cdiv(num_groups, HEADS)
+        _heads[(num_rows, parts)](
             q_NHD, k_NGD, q, k, *weights, *rope, position_N, q_NHD.stride(0), k_NGD.stride(0), eps,
-            num_heads, num_groups, NORM=q_weight_D is not None, HALF=width // 2, num_warps=1,
+            num_heads, num_groups, NORM=q_weight_D is not None, HALF=width // 2, TOGETHER=HEADS, num_warps=4,
         )  # fmt: skip
     return q, k
 
@@ -147,16 +161,6 @@ def swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
     return out
 
 
-def store(k_NGD: Tensor, v_NGD: Tensor, keys_SGLD: Tensor, values_SGLD: Tensor, position_N: Tensor) -> None:
-    """Writes row n's key and value into slot n at position_N[n]. Both caches have the same strides."""
-    num_rows, num_groups, width = k_NGD.shape
-    assert keys_SGLD.stride() == values_SGLD.stride()
-    _store[(num_rows, num_groups)](
-        k_NGD, v_NGD, keys_SGLD, values_SGLD, position_N, k_NGD.stride(0), v_NGD.stride(0),
-        *keys_SGLD.stride()[:3], WIDTH=width, num_warps=1,
-    )  # fmt: skip
-
-
-def _warps(block: int) -> int:
+def warps_of(block: int) -> int:
     """Depends on the width only: another number could be another order of sums."""
     return min(16, max(1, block // 512))

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from onegrid.formats import Quantizer, QuantTensor, decode, elements, quantize, quantize_decode
 from onegrid.formats.short import short_values
-from onegrid.ops.quantize_compiled import compiled_decode, worth_compiling
+from onegrid.ops import quantize_cuda
+from onegrid.ops.quantize_compiled import compiled_decode, has_triton, worth_compiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Operand:
              "nvfp4":   values are code x block scale; `row` holds the global amax
              "scaled":  values are codes; `row` holds the decode multiplier
              "block":   values are codes; `block` holds a multiplier per 128 of K
+             "native_tensor", "native_row", "native_block": see `ops.native`, values are float8
     row      FP32 [..., M] or None
     block    FP32 [..., M, ceil(K / 128)] or None
     """
@@ -60,14 +62,32 @@ def operand(x: Tensor, quantizer: Quantizer | None, *, axis: int = -1, amax: Ten
     if amax is None and (short := short_values(x, quantizer, axis)) is not None:
         return Operand(short.to(dtype) if axis == -1 else short.to(dtype).mT)
     if quantizer.matmul in ("decoded", "nvfp4"):
-        if amax is None and worth_compiling(x, quantizer, axis):
-            values, found = compiled_decode(x, quantizer, axis)
+        if x.is_cuda and amax is None:
+            values, found = _decoded_on_gpu(x.detach(), quantizer, axis)
         else:
-            q = quantize_decode(x, quantizer, axis=axis, amax=amax, stats=False)
-            values, found = q.values.to(dtype), q.amax
+            values, found = _decoded(x, quantizer, axis, amax)
         row = None if quantizer.matmul == "decoded" else _per_row(found, x, axis)
         return Operand(values if axis == -1 else values.mT, quantizer.matmul, row)
     return operand_of(quantize(x, quantizer, axis=axis, amax=amax))
+
+
+def _decoded(x: Tensor, quantizer: Quantizer, axis: int, amax: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    q = quantize_decode(x, quantizer, axis=axis, amax=amax, stats=False)
+    return q.values.to(compute_dtype(x.device)), q.amax
+
+
+def _decoded_on_gpu(x: Tensor, quantizer: Quantizer, axis: int) -> tuple[Tensor, Tensor | None]:
+    """The same bytes from the fastest kernel that covers the case, see the table."""
+    if axis == -1 and quantize_cuda.covers(x, quantizer):
+        return quantize_cuda.quantize_decode(x, quantizer)
+    if axis == -2 and has_triton():
+        from onegrid.ops import quantize_triton
+
+        if quantize_triton.covers_columns(x, quantizer):
+            return quantize_triton.columns(x, quantizer), None
+    if worth_compiling(x, quantizer, axis):
+        return compiled_decode(x, quantizer, axis)
+    return _decoded(x, quantizer, axis, None)
 
 
 def operand_of(q: QuantTensor) -> Operand:
@@ -105,6 +125,10 @@ def dequantized(o: Operand) -> Tensor:
     """
     if o.kind == "decoded":
         return o.values
+    if o.kind.startswith("native_"):
+        from onegrid.ops.native import decoded_values
+
+        return decoded_values(o)
     values = o.values
     if o.row is not None:
         row = o.row * torch.tensor(1.0 / 2688.0, device=o.row.device) if o.kind == "nvfp4" else o.row

@@ -49,7 +49,7 @@ def packed_attention(q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, segments: Segm
     start_B = torch.zeros_like(segments.first_B)
     q, k, v = (Scatter.apply(t.flatten(1), rectangle).view(*sizes, *t.shape[1:]) for t in (q_NHD, k_NGD, v_NGD))
     out = attention(q, k, v, start_B)
-    return Gather.apply(out.view(-1, q_NHD.shape[1] * q_NHD.shape[2]), rectangle)[:, 0].view(q_NHD.shape)
+    return Gather.apply(out.reshape(-1, q_NHD.shape[1] * q_NHD.shape[2]), rectangle)[:, 0].view(q_NHD.shape)
 
 
 class TritonPackedAttention(torch.autograd.Function):
@@ -89,7 +89,6 @@ def triton_slots(
     keys_SGLD, values_SGLD  BF16 [slots, G, positions, D]; row n is slot n at position_N[n]
     The bytes of `triton_packed_attention` for that position. Waits for nothing, so it can be captured.
     """
-    from onegrid.ops import attention_triton, fused_triton
+    from onegrid.ops import attention_triton
 
-    fused_triton.store(k_NGD, v_NGD, keys_SGLD, values_SGLD, position_N)
-    return attention_triton.decode(q_NHD, keys_SGLD, values_SGLD, position_N)
+    return attention_triton.decode(q_NHD, keys_SGLD, values_SGLD, position_N, new=(k_NGD, v_NGD))

@@ -32,8 +32,14 @@ def worth_compiling(x: Tensor, quantizer: Quantizer, axis: int) -> bool:
         and x.shape[0] > 1
         and all(size is None or extent % size == 0 for extent, size in zip(x.shape, block, strict=True))
         and QUANTIZERS.get(quantizer.name) is quantizer
-        and importlib.util.find_spec("triton") is not None
+        and has_triton()
     )
+
+
+@lru_cache
+def has_triton() -> bool:
+    """Whether the compiler of GPU kernels is installed."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def compiled_decode(x_MK: Tensor, quantizer: Quantizer, axis: int) -> tuple[Tensor, Tensor | None]:
@@ -58,4 +64,6 @@ def _compiled() -> Any:
 
 def _decode(x_MK: Tensor, name: str, axis: int) -> tuple[Tensor, Tensor | None]:
     q = quantize_decode(x_MK, QUANTIZERS[name], axis)
-    return q.values.to(torch.bfloat16), q.amax
+    # Every NaN becomes the one that the eager cast gives on the chip; compiled code gives another.
+    bits = torch.where(q.values.isnan(), 0x7FFF, q.values.to(torch.bfloat16).view(torch.int16))
+    return bits.to(torch.int16).view(torch.bfloat16), q.amax

@@ -22,9 +22,12 @@ import torch
 from torch import Tensor
 
 from onegrid.errors import CapabilityError, ConfigError
-from onegrid.ops import chains
+from onegrid.formats import Quantizer
+from onegrid.ops import chains, producers
 from onegrid.ops.activation import swiglu
+from onegrid.ops.draw import draw, triton_draw
 from onegrid.ops.norm import rms_norm
+from onegrid.ops.operand import Operand
 from onegrid.ops.packed_attention import Segments, packed_attention, triton_packed_attention, triton_slots
 
 CHOICES = ("auto", "plain", "triton")
@@ -99,6 +102,38 @@ TABLE = (
         where="chains.triton_swiglu",
     ),
     Implementation(
+        operation="residual, norm and quantize",
+        name="plain",
+        promise="definition",
+        devices="all",
+        shapes="all",
+        where="producers.residual_norm",
+    ),
+    Implementation(
+        operation="residual, norm and quantize",
+        name="triton",
+        promise="rows",
+        devices="CUDA; the bytes of the norm's own row and the quantizer's",
+        shapes="width up to 16,384; MX, NVFP4 per row, FP8 1 x 128 with power-of-two scales; no gradient",
+        where="producers.triton_residual_norm",
+    ),
+    Implementation(
+        operation="swiglu and quantize",
+        name="plain",
+        promise="definition",
+        devices="all",
+        shapes="all",
+        where="producers.gated",
+    ),
+    Implementation(
+        operation="swiglu and quantize",
+        name="triton",
+        promise="bits",
+        devices="CUDA",
+        shapes="width up to 16,384; MX, NVFP4 per row, FP8 1 x 128 with power-of-two scales; no gradient",
+        where="producers.triton_gated",
+    ),
+    Implementation(
         operation="packed attention",
         name="plain",
         promise="definition",
@@ -148,11 +183,86 @@ TABLE = (
     ),
     Implementation(
         operation="quantize and decode",
+        name="cuda",
+        promise="bits",
+        devices="CUDA, compute capability 9.0",
+        shapes="BF16, two axes, along rows, whole blocks; MX, NVFP4 per row, FP8 1 x 128 with power-of-two scales",
+        where="quantize_cuda.quantize_decode",
+    ),
+    Implementation(
+        operation="quantize and decode",
+        name="triton",
+        promise="bits",
+        devices="CUDA",
+        shapes="two axes, along columns, whole blocks; MX, FP8 1 x 128 with power-of-two scales",
+        where="quantize_triton.columns",
+    ),
+    Implementation(
+        operation="quantize and decode",
         name="compiled",
         promise="bits",
         devices="CUDA",
         shapes="two axes, at least 512 wide, whole blocks",
         where="quantize_compiled.compiled_decode",
+    ),
+    Implementation(
+        operation="draw", name="plain", promise="definition", devices="all", shapes="all", where="draw.draw"
+    ),
+    Implementation(
+        operation="draw",
+        name="triton",
+        promise="bound",
+        devices="CUDA; another token only within 1e-13 of a boundary, and only the sampler draws",
+        shapes="all",
+        where="draw.triton_draw",
+    ),
+    Implementation(
+        operation="matmul",
+        name="native",
+        promise="rows",
+        devices="CUDA, compute capability 9.0, where recipe.matmul asks for it; sums of 13 bits a block of 128",
+        shapes="FP8 by row (multiples of 16) or block (multiples of 512); by tensor too, which promises no rows",
+        where="native.native_matmul",
+    ),
+    Implementation(
+        operation="grouped matmul",
+        name="plain",
+        promise="definition",
+        devices="all; waits for the host on a GPU",
+        shapes="all",
+        where="grouped.by_expert",
+    ),
+    Implementation(
+        operation="grouped matmul",
+        name="library",
+        promise="bits",
+        devices="CUDA, compute capability 9.0",
+        shapes="decoded operands, widths that are multiples of 8",
+        where="grouped_cuda.library_grouped",
+    ),
+    Implementation(
+        operation="grouped matmul",
+        name="triton",
+        promise="bits",
+        devices="CUDA",
+        shapes="all",
+        where="grouped_cuda.triton_grouped",
+    ),
+    Implementation(
+        operation="grouped wgrad",
+        name="plain",
+        promise="definition",
+        devices="all; waits for the host on a GPU",
+        shapes="all",
+        where="grouped.wgrad_by_expert",
+    ),
+    Implementation(
+        operation="grouped wgrad",
+        name="triton",
+        promise="bound",
+        devices="CUDA; the same bytes every time",
+        shapes="all",
+        where="grouped_cuda.grouped_wgrad",
     ),
     Implementation(
         operation="matmul",
@@ -166,9 +276,9 @@ TABLE = (
         operation="matmul",
         name="packed",
         promise="bits",
-        devices="CUDA, compute capability 9.0; never chosen so far: slower than decoded weights",
-        shapes="up to 64 rows; MXFP8, MXFP4, NVFP4 weights",
-        where="packed_triton.packed_matmul",
+        devices="CUDA, compute capability 9.0",
+        shapes="16 to 64 rows; MXFP8, MXFP4, NVFP4 weights, N a multiple of 16, K of 128; where measured to be faster",
+        where="packed_cuda.packed_matmul",
     ),
     Implementation(
         operation="digest",
@@ -198,6 +308,10 @@ class Kernels:
     residual_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     heads: Callable[..., tuple[Tensor, Tensor]]
     swiglu: Callable[[Tensor, Tensor], Tensor]
+    residual_norm_operand: Callable[[Tensor, Tensor, Tensor, float, Quantizer], tuple[Tensor, Operand]]
+    swiglu_operand: Callable[[Tensor, Tensor, Quantizer], Operand]
+    draw: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    """On a GPU; a CPU draws from one running sum, `sampler.draw`."""
     packed_attention: Callable[[Tensor, Tensor, Tensor, Segments], Tensor]
     slots: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
     """(q, k, v, keys, values, position): one new token a slot, written to the cache and attended from; None where
@@ -217,6 +331,9 @@ PLAIN = Kernels(
     residual_norm=chains.residual_norm,
     heads=chains.heads,
     swiglu=swiglu,
+    residual_norm_operand=producers.residual_norm,
+    swiglu_operand=producers.gated,
+    draw=draw,
     packed_attention=packed_attention,
 )
 
@@ -226,6 +343,9 @@ TRITON = Kernels(
     residual_norm=chains.triton_residual_norm,
     heads=chains.triton_heads,
     swiglu=chains.triton_swiglu,
+    residual_norm_operand=producers.triton_residual_norm,
+    swiglu_operand=producers.triton_gated,
+    draw=triton_draw,
     packed_attention=triton_packed_attention,
     slots=triton_slots,
 )

@@ -69,31 +69,6 @@ def inverse_cdf(logp_NV: Tensor, uniform_N: Tensor) -> Tensor:
     return torch.searchsorted(cdf_NV, threshold_N1, right=True).squeeze(1)
 
 
-BLOCK = 512
-"""Ids that `inverse_cdf_by_blocks` adds up first."""
-
-
-def inverse_cdf_by_blocks(logp_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """The draw of `inverse_cdf` with sums in two levels, which a GPU finishes in a fraction of the time. int64.
-
-    FP64 sums of blocks, then of the ids inside the block that holds the threshold. The order of sums differs, so a
-    threshold within some 1e-13 of a boundary may fall on its other side; the distribution is the same.
-    """
-    num_rows, width = logp_NV.shape
-    p_NV = torch.nn.functional.pad(logp_NV.exp(), (0, -width % BLOCK))
-    p_NBK = p_NV.view(num_rows, -1, BLOCK)
-    cdf_NB = p_NBK.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-    threshold_N1 = (uniform_N * cdf_NB[:, -1]).unsqueeze(1)
-    block_N1 = torch.searchsorted(cdf_NB, threshold_N1, right=True).clamp_(max=cdf_NB.shape[1] - 1)
-    before_N1 = torch.where(block_N1 > 0, cdf_NB.gather(1, (block_N1 - 1).clamp(min=0)), 0.0)
-    p_NK = p_NBK.gather(1, block_N1.unsqueeze(2).expand(-1, -1, BLOCK)).squeeze(1)
-    inner_NK = before_N1 + p_NK.cumsum(dim=-1, dtype=torch.float64)
-    at_N1 = torch.searchsorted(inner_NK, threshold_N1, right=True)
-    # Two orders of the same sums: the block's own may end a hair below the threshold that chose the block.
-    last_N1 = torch.where(p_NK > 0, torch.arange(BLOCK, device=p_NK.device), 0).amax(dim=-1, keepdim=True)
-    return (block_N1 * BLOCK + torch.minimum(at_N1, last_N1)).squeeze(1)
-
-
 def truncates(sampling: Sampling) -> bool:
     """True where top-p or top-k can leave tokens out. Greedy decoding looks at the largest only, so it never does."""
     return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)

@@ -21,7 +21,6 @@ from onegrid.model.decoder import head_name
 from onegrid.model.live import LiveWeights
 from onegrid.model.rope import rope_table
 from onegrid.model.stacks import is_stack, stack_key
-from onegrid.ops.linear import matmul
 from onegrid.ops.logprob import log_probs
 from onegrid.ops.operand import Operand
 from onegrid.ops.pins import TILE, round_up
@@ -41,6 +40,7 @@ from onegrid.sampler.vllm.config import VllmConfig
 from onegrid.types import Bucket, Manifest, Request, Rollout, Sampling
 
 KEPT = ("record", "refuse")
+WEIGHTS = ("auto", "decoded")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +62,8 @@ class SamplerConfig:
     """Prompt tokens kept for samples that still wait; 0 shares only within one admission."""
     capture: bool = True
     """Decode in CUDA graphs where the kernels can be captured. Kept sets and stop strings run without."""
+    weights: str = "auto"
+    """What matmuls of few rows read on a GPU: packed codes where they are faster ("auto"), or "decoded"."""
     kept: str = "record"
     """Under top-p or top-k: "record" the kept set of every token, or "refuse" to truncate."""
 
@@ -71,6 +73,8 @@ class SamplerConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.prefix_tokens < 0:
             raise ConfigError(f"prefix_tokens is {self.prefix_tokens}; it must be at least 0")
+        if self.weights not in WEIGHTS:
+            raise ConfigError(f"weights is {self.weights!r}; allowed are {', '.join(WEIGHTS)}")
         if self.kept not in KEPT:
             raise ConfigError(f"kept is {self.kept!r}; allowed are {', '.join(KEPT)}")
 
@@ -107,7 +111,8 @@ class Engine:
     def adopt(self, plan: Plan) -> None:
         """Goes over to another plan of the same model, with storage anew: nothing serves until the next commit."""
         kernels = self.weights.kernels
-        self.weights = LiveWeights(self.weights.spec, plan, side="sampler", device=self.weights.device)
+        device, weights = self.weights.device, self.config.weights
+        self.weights = LiveWeights(self.weights.spec, plan, side="sampler", device=device, weights=weights)
         self.weights.kernels = kernels
         self.intake = Intake(self.weights, plan_digest=plan.digest)
         self.prefixes.clear()
@@ -199,8 +204,7 @@ class Engine:
 
         key  of `model.stacks`; that of stacked experts takes and gives one matrix for each of them
         """
-        weights = self.weights
-        return matmul(weights.input_operand(key, x, None), weights.operands[key], bias_N=weights.bias(key))
+        return self.weights.multiply(key, x)
 
     def cached_versions(self) -> set[int]:
         """Versions of the weights that made what is cached."""

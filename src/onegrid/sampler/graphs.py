@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 
 from onegrid.model.decoder import Rows
-from onegrid.ops.logprob import CHUNK_ELEMENTS, log_probs
+from onegrid.ops.logprob import log_probs
 from onegrid.ops.pins import TILE, round_up
 from onegrid.sampler.cache import Cache, DecodeAttend
 from onegrid.sampler.draw import uniform
 from onegrid.sampler.prefill import Model
 from onegrid.sampler.serving import Addresses, addresses_of
 from onegrid.types import Sampling
+
+LOGITS = 1 << 26
+"""Most logits of one matmul: the head's weights are read anew for every further one."""
 
 ENDED, STOPPED, FINITE, LENGTH = range(4)
 """Rows of `State.report_4S`."""
@@ -163,11 +166,11 @@ def step(
     hidden_ND, length_N = state.hidden_SD[rows], state.length_S[rows]
     ended_N = state.report_4S[ENDED, rows] != 0
     random_N = uniform(state.stream_S[rows], length_N)
-    chunk = max(TILE, CHUNK_ELEMENTS // model.weights.spec.vocab_size // TILE * TILE)
+    chunk = max(TILE, LOGITS // model.weights.spec.vocab_size // TILE * TILE)
     drawn = [
         _draw(model, hidden_ND[i : i + chunk], random_N[i : i + chunk], temperature) for i in range(0, num_rows, chunk)
     ]
-    token_N, logp_N, finite_N = (torch.cat(parts) for parts in zip(*drawn, strict=True))
+    token_N, logp_N, finite_N = (torch.cat(p) if len(p) > 1 else p[0] for p in zip(*drawn, strict=True))
     token_N = torch.where(state.forced_S[rows] < 0, token_N, state.forced_S[rows])
 
     column_N1 = length_N.clamp(max=state.tokens_SR.shape[1] - 1)[:, None]
@@ -194,9 +197,11 @@ def step(
 
 
 def _draw(model: Model, hidden_ND: Tensor, random_N: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Token, its log-probability, and whether all logits are finite."""
+    """Token, its log-probability, and whether all of them are finite, which they are not where a logit is not."""
     logits_NV = model.logits(hidden_ND)
     logp_NV = log_probs(logits_NV, temperature)
-    token_N = logits_NV.argmax(dim=-1) if temperature == 0 else model.inverse(logp_NV, random_N)
-    token_N = token_N.clamp(max=logits_NV.shape[1] - 1)  # rows that nobody owns may hold NaN
-    return token_N, logp_NV.gather(1, token_N[:, None]).squeeze(1), torch.isfinite(logits_NV).all(dim=-1)
+    token_N, token_logp_N, finite_N = model.weights.kernels.draw(logp_NV, random_N)
+    if temperature == 0:
+        token_N = logits_NV.argmax(dim=-1)
+        token_logp_N = logp_NV.gather(1, token_N[:, None]).squeeze(1)
+    return token_N, token_logp_N, finite_N

@@ -15,7 +15,7 @@ from onegrid.model.live import LiveWeights
 from onegrid.ops.logprob import logits
 from onegrid.ops.packed_attention import segments_of
 from onegrid.sampler.cache import PrefillAttend, Prefilled
-from onegrid.sampler.draw import inverse_cdf, inverse_cdf_by_blocks
+from onegrid.sampler.draw import inverse_cdf
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,9 @@ class Model:
     @property
     def inverse(self) -> Callable[[Tensor, Tensor], Tensor]:
         """The draw from log-probabilities by uniform numbers."""
-        return inverse_cdf_by_blocks if self.weights.device.type == "cuda" else inverse_cdf
+        if self.weights.device.type != "cuda":
+            return inverse_cdf
+        return lambda logp_NV, uniform_N: self.weights.kernels.draw(logp_NV, uniform_N)[0]
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """FP32 [N, V]."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -52,6 +54,8 @@ class Parts:
     reference: Learner | None
     proof: Proof
     """That rows are independent on this device; an exact plan is refused without it."""
+    matmuls: list[dict[str, Any]]
+    """What was measured, and taken, for matmuls of few rows: `ops.packed_choice`."""
 
 
 def design(config: RunConfig, base: Path) -> Design:
@@ -75,7 +79,9 @@ def design(config: RunConfig, base: Path) -> Design:
     beyond = [i for i in sampling.stop_token_ids if not 0 <= i < spec.vocab_size]
     if beyond:
         where = "sampling.stop_token_ids" if config.sampling.stop_token_ids else f"eos_token_id of {folder}"
-        raise ConfigError(f"{where} has {beyond}, which no token can be: the model's ids are 0 .. {spec.vocab_size - 1}")
+        raise ConfigError(
+            f"{where} has {beyond}, which no token can be: the model's ids are 0 .. {spec.vocab_size - 1}"
+        )
     return Design(
         config=replace(
             config,
@@ -130,8 +136,10 @@ def build(design: Design) -> Parts:
         return Learner(spec, plan, weights, settings, loss=config.loss, device=config.device)
 
     asked = bool(config.loop.reference_every)
-    live = LiveWeights(spec, design.plan, side="sampler", device=config.device)
-    proof = prove_pins(spec, live.kernels, config.device)
+    live = LiveWeights(spec, design.plan, side="sampler", device=config.device, weights=config.sampler.weights)
+    proof = prove_pins(
+        spec, live.kernels, config.device, max_tokens=config.learner.max_tokens, native=live.native_shapes()
+    )
     if design.plan.exact:
         require(proof)
     return Parts(
@@ -141,17 +149,33 @@ def build(design: Design) -> Parts:
         sampler=make_sampler(config.sampler, live, proof, decode_text=tokenizer.decode),
         reference=learner(design.reference_plan, replace(config.learner, lora=None)) if asked else None,
         proof=proof,
+        matmuls=[] if live.packed is None else [asdict(choice) for choice in live.packed.choices],
     )
 
 
-def prove_pins(spec: ModelSpec, kernels: Kernels, device: str) -> Proof:
-    """The start-up proof for the shapes of a model."""
-    shapes = {name: shape for name, shape in tensor_shapes(spec).items() if name.endswith("_proj.weight")}
+def prove_pins(
+    spec: ModelSpec,
+    kernels: Kernels,
+    device: str,
+    *,
+    max_tokens: int = 512,
+    native: Mapping[str, Iterable[tuple[int, ...]]] = MappingProxyType({}),
+) -> Proof:
+    """The start-up proof for the shapes of a model: on a GPU up to the largest micro-batch, on a CPU up to 512 rows.
+
+    native  shapes by kind of operand where products are native, as `LiveWeights.native_shapes` gives them
+    """
+    every = tensor_shapes(spec)
+    shapes = {name: shape for name, shape in every.items() if name.endswith("_proj.weight")}
     return self_test(
         {(out, width) for name, (out, width) in shapes.items() if ".experts." not in name},
         stacked={(out, width) for name, (out, width) in shapes.items() if ".experts." in name},
         heads=(spec.num_heads, spec.num_kv_heads, spec.head_dim),
+        routers={shape for name, shape in every.items() if name.endswith(".mlp.gate.weight")},
+        native=native,
         vocabulary=spec.vocab_size,
+        hidden=spec.hidden_size,
+        max_rows=max(512, max_tokens) if device.startswith("cuda") else 512,
         device=device,
         kernels=kernels,
     )

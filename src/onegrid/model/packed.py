@@ -1,0 +1,109 @@
+"""Weights that few rows read by kernels of our own, where that is faster and gives the same bytes.
+
+Of quantized weights the kernels read codes and scales, the canonical storage itself: there is no second copy in another
+layout that could be stale. Of BF16 weights they read what every matmul reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+
+from onegrid.formats import Quantizer, QuantTensor
+from onegrid.model.canonical import Canonical
+from onegrid.ops.operand import Operand
+from onegrid.ops.packed_choice import SMALLEST, Choice, choose, packed_rows
+from onegrid.ops.packed_cuda import Packed, covers
+
+
+class PackedWeights:
+    """The packed matmuls of one side, by the keys that one matmul reads.
+
+    held        canonical storage by key; members of a group are moved to lie one below the other
+    groups      keys that read the same activations
+    activation  quantizer of every key's activations
+    choices     what was measured, for the record of a run
+    """
+
+    def __init__(
+        self,
+        held: dict[str, Canonical],
+        groups: Iterable[tuple[str, ...]],
+        activation: Mapping[str, Quantizer | None],
+        device: torch.device,
+    ) -> None:
+        self.choices: list[Choice] = []
+        self._packed: dict[tuple[str, ...], Packed | None] = {}
+        self._rows: dict[tuple[str, ...], frozenset[int]] = {}
+        together = [keys for keys in groups if all(key in held for key in keys)]
+        alone = [(key,) for key in held if not any(key in keys for keys in together)]
+        for keys in [*together, *alone]:
+            shape = _covered(held, keys, activation, device)
+            if shape is None:
+                continue
+            first, wanted = held[keys[0]], activation[keys[0]]
+            name = first.quantizer.name if isinstance(first, QuantTensor) else "bf16"
+            found = choose(shape, name, "bf16" if wanted is None else wanted.name, device)
+            self.choices += [choice for choice in found if choice not in self.choices]
+            rows = packed_rows(found)
+            if rows:
+                self._rows[keys] = rows
+                self._packed[keys] = _together(held, keys, shape)
+
+    def of(self, keys: tuple[str, ...], num_rows: int, whole: Operand) -> Packed | None:
+        """What one matmul over `num_rows` rows reads, or None where that is `whole`, the decoded operand."""
+        if num_rows not in self._rows.get(keys, ()):
+            return None
+        packed = self._packed[keys]
+        if packed is not None:
+            return packed
+        return Packed(whole.values, whole.values, None, (whole.values.shape[0], whole.values.shape[1]))
+
+    def check(self) -> None:
+        """CapabilityError where a weight holds what the kernels do not decode; to be called after every update."""
+        scales = [packed for packed in self._packed.values() if packed is not None and packed.limit < 255]
+        if scales and int(torch.stack([packed.scales.max() for packed in scales]).max()) > min(p.limit for p in scales):
+            for packed in scales:
+                packed.check()
+
+
+def _covered(
+    held: Mapping[str, Canonical],
+    keys: tuple[str, ...],
+    activation: Mapping[str, Quantizer | None],
+    device: torch.device,
+) -> tuple[int, int] | None:
+    """(N, K) of the one matmul that reads `keys`, or None where the kernels do not cover it."""
+    parts, wanted = [held[key] for key in keys], activation[keys[0]]
+    if not all(key.endswith("_proj.weight") and len(held[key].shape) == 2 for key in keys):
+        return None
+    quantizers = [part.quantizer if isinstance(part, QuantTensor) else None for part in parts]
+    first = quantizers[0]
+    shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+    kinds = ["decoded" if q is None else q.matmul for q in (first, wanted)]
+    if (
+        any(quantizer is not first for quantizer in quantizers)
+        or any(isinstance(part, QuantTensor) and part.axis != -1 for part in parts)
+        or kinds[0] != kinds[1]
+        or any(key.removesuffix("weight") + "bias" in held for key in keys)
+        or shape[0] * shape[1] < SMALLEST
+        or not covers(first, shape, device)
+    ):
+        return None
+    return shape
+
+
+def _together(held: dict[str, Canonical], keys: tuple[str, ...], shape: tuple[int, int]) -> Packed | None:
+    """One storage of the codes and scales of `keys`, of which theirs become views; None for BF16 weights."""
+    parts = [part for key in keys if isinstance(part := held[key], QuantTensor)]
+    if not parts:
+        return None
+    codes, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scales"))
+    start = 0
+    for key, part in zip(keys, parts, strict=True):
+        at = slice(start, start + part.shape[0])
+        held[key] = replace(part, codes=codes[at], scales=scales[at])
+        start = at.stop
+    return Packed(codes, scales, parts[0].quantizer, shape)

@@ -1,0 +1,108 @@
+"""Which matmul few rows take, packed or decoded weights: measured at start-up, among equals in bytes only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from onegrid.formats import QUANTIZERS, quantize
+from onegrid.ops.linear import matmul
+from onegrid.ops.operand import Operand, operand, operand_of
+from onegrid.ops.packed_cuda import MOST_ROWS, Packed, packed_matmul
+from onegrid.ops.pins import pin
+
+ROWS = (16, 32, MOST_ROWS)
+"""Batches that are measured; one between two of them is packed where both are."""
+
+SMALLEST = 1 << 20
+"""Weights below this many numbers are read decoded, without a measurement: compiling would cost more than it gives."""
+
+BEYOND_CACHE = 192 << 20
+"""Bytes of different weights that a measurement walks through, so that none is found in a cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One measured matmul."""
+
+    shape: tuple[int, int]
+    """(N, K) of the weight."""
+    weight: str
+    """Quantizer, or "bf16"."""
+    rows: int
+    decoded_us: float
+    packed_us: float
+    same_bytes: bool
+    chosen: bool
+    """Packed: its bytes are those of the decoded matmul, and it is faster."""
+
+
+@lru_cache(maxsize=256)
+def choose(shape: tuple[int, int], weight: str, activation: str, device: torch.device) -> tuple[Choice, ...]:
+    """Measures random weights of `shape` at every batch of ROWS. Quantizers by name, "bf16" for none."""
+    pin(device)
+    generator = torch.Generator(device=device).manual_seed(0)
+
+    def draw(*size: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(size, generator=generator, device=device) * scale).to(torch.bfloat16)
+
+    values = draw(*shape, scale=0.02)
+    if weight == "bf16":
+        decoded = operand(values, None)
+        first = Packed(values, values, None, shape)
+    else:
+        q = quantize(values, QUANTIZERS[weight])
+        decoded = operand_of(q)
+        first = Packed(q.codes, q.scales, q.quantizer, shape)
+    row = None if decoded.row is None else decoded.row.contiguous()
+    decoded = Operand(decoded.values, decoded.kind, row)
+    copies = [
+        Packed(first.codes.clone(), first.scales if weight == "bf16" else first.scales.clone(), first.quantizer, shape)
+        for _ in range(-(-BEYOND_CACHE // first.codes.nbytes))
+    ]
+    others = [
+        Operand(decoded.values.clone(), decoded.kind, row) for _ in range(-(-BEYOND_CACHE // decoded.values.nbytes))
+    ]
+    found = []
+    for rows in ROWS:
+        a = operand(draw(rows, shape[1]), QUANTIZERS.get(activation))
+        want, have = matmul(a, decoded), packed_matmul(a, copies[0], row)
+        same = torch.equal(want.view(torch.int16), have.view(torch.int16))
+        slow = _microseconds([partial(matmul, a, other) for other in others])
+        fast = _microseconds([partial(packed_matmul, a, packed, row) for packed in copies])
+        found.append(Choice(shape, weight, rows, slow, fast, same, same and fast < slow))
+    return tuple(found)
+
+
+def packed_rows(choices: tuple[Choice, ...]) -> frozenset[int]:
+    """Numbers of rows, multiples of 16, that are to be packed."""
+    good = {choice.rows: choice.chosen for choice in choices}
+    return frozenset(
+        rows
+        for rows in range(16, MOST_ROWS + 1, 16)
+        if all(good[near] for near in (max(r for r in ROWS if r <= rows), min(r for r in ROWS if r >= rows)))
+    )
+
+
+def _microseconds(calls: list[Callable[[], Tensor]]) -> float:
+    """Least of five: one of `calls`, on average, under a graph."""
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(6):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        graph.replay()
+        ended.record()
+        ended.synchronize()
+        times.append(began.elapsed_time(ended) * 1e3 / len(calls))
+    graph.reset()
+    return min(times[1:])

@@ -1,0 +1,108 @@
+"""Matmuls at few rows from packed codes and scales, or BF16 weights: `packed.cu`, with the bytes of the library's.
+
+Decoded values are exact in BF16, and `mma` adds K in ascending steps of 16 as cuBLAS does under the pins, so FP32 sums
+have the same bits (measured at every shape that tests/ops/test_packed.py runs; `model.live` proves the model's own).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onegrid.errors import CapabilityError
+from onegrid.formats import Quantizer
+from onegrid.ops.cuda_source import can_compile, kernel
+from onegrid.ops.operand import Operand
+from onegrid.ops.pins import TILE
+
+MOST_ROWS = 64
+LARGEST_BYTE = {"e4m3": 134, "e2m1": 136}
+"""E8M0 scale bytes up to which a decoded value is one product: 2^7 and 2^9, times 448 and 6."""
+
+_SHARED_BYTES = 225 * 1024
+_TILE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Canonical codes and scales of a weight [N, K], or of several one below the other, as they lie in live storage.
+
+    quantizer  None: `codes` and `scales` are both the BF16 values
+    """
+
+    codes: Tensor
+    scales: Tensor
+    quantizer: Quantizer | None
+    shape: tuple[int, int]
+
+    @property
+    def limit(self) -> int:
+        """Largest scale byte that the kernel decodes."""
+        q = self.quantizer
+        return LARGEST_BYTE[q.fmt.name] if q is not None and q.scale == "e8m0" else 255
+
+    def check(self) -> None:
+        """CapabilityError where a block's scale is beyond `limit`. Waits for the device."""
+        largest = int(self.scales.max())
+        if largest > self.limit:
+            raise CapabilityError(
+                f"packed weights: a block's scale is 2^{largest - 127}, at most 2^{self.limit - 127} is covered; "
+                'set sampler.weights = "decoded"'
+            )
+
+
+def covers(quantizer: Quantizer | None, shape: tuple[int, ...], device: torch.device) -> bool:
+    """Whether `packed_matmul` knows the weights: BF16, MXFP8, MXFP4, NVFP4 in blocks of 1 x w, K of whole stages."""
+    return (
+        (
+            quantizer is None
+            or (quantizer.fmt.name, quantizer.scale, quantizer.block)
+            in (("e4m3", "e8m0", (1, 32)), ("e2m1", "e8m0", (1, 32)), ("e2m1", "e4m3", (1, 16)))
+        )
+        and len(shape) == 2
+        and shape[0] % 16 == 0
+        and shape[1] % 128 == 0
+        and can_compile(device)
+    )
+
+
+def packed_matmul(a: Operand, weight: Packed, row_N: Tensor | None) -> Tensor:
+    """BF16 [M, N]: `ops.linear.matmul` of `a` and the weight's decoded operand, M a multiple of TILE up to MOST_ROWS.
+
+    a      activations, "decoded" or "nvfp4" as the weight
+    row_N  FP32 [N] global amax per row of an NVFP4 weight, else None
+    Codes of NaN are not decoded as NaN: weights are finite by the time they are published.
+    """
+    num_columns, depth = weight.shape
+    quantizer = weight.quantizer
+    x = a.values.contiguous()
+    num_rows = x.shape[0]
+    if num_rows % TILE or not 0 < num_rows <= MOST_ROWS:
+        raise CapabilityError(f"packed matmul of {num_rows} rows; multiples of {TILE} up to {MOST_ROWS} are covered")
+    tiles, pairs = _tiles(num_columns), num_rows // 16
+    per_warp = 3 if tiles % 3 == 0 and tiles >= 9 and pairs <= 2 else 2 if tiles % 2 == 0 and tiles >= 6 else 1
+    weight_warps = 10 if tiles >= 9 and pairs <= 2 else 8
+    x_warps = min(4, 2 * pairs) if tiles < 9 else 2
+    stage = (tiles + pairs) * _TILE_BYTES
+    stages = min(12, _SHARED_BYTES // stage)
+    run = kernel(
+        "packed.cu", "packed_matmul", shared_bytes=stages * stage, RT=tiles, MT=pairs, RPW=per_warp, WW=weight_warps,
+        WX=x_warps, STAGES=stages, BITS=16 if quantizer is None else quantizer.fmt.bits,
+        E8M0=int(quantizer is None or quantizer.scale == "e8m0"),
+    )  # fmt: skip
+    out = torch.empty(num_rows, num_columns, dtype=torch.bfloat16, device=x.device)
+    factors = (x, x) if a.row is None or row_N is None else (a.row.contiguous(), row_N)
+    threads = 32 * (tiles // per_warp + weight_warps + x_warps)
+    grid = (-(-num_columns // (16 * tiles)), 1, 1)
+    run(grid, (threads, 1, 1), [x, weight.codes, weight.scales, *factors, out, num_columns, depth], stages * stage)
+    return out
+
+
+def _tiles(num_columns: int) -> int:
+    """Tiles of 16 columns of one block: as even a share for every multiprocessor as 12 at once allow."""
+    multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    tiles = num_columns // 16
+    waves = -(-tiles // (12 * multiprocessors))
+    return -(-tiles // (waves * multiprocessors))
