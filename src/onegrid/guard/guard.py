@@ -9,7 +9,7 @@ undone, and the version before goes on serving.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -94,6 +94,8 @@ class Guard:
     """Of the probe at the version before."""
     manifest: Manifest | None = None
     """Of the version before."""
+    probed: tuple[int, Verdict] | None = None
+    """Version and verdict of the last probe."""
     doubted: bool = False
     """Whether the synchronization before was refused."""
     bf16: list[str] = field(default_factory=list)
@@ -257,8 +259,14 @@ def _examine(
             changed=before is not None and before.entries != manifest.entries,
             band=guard.config.probe_band,
         )
-        out.append(verdict)
         answers += new
+        guard.probed = (manifest.version, verdict)
+    if guard.runs("probe") and guard.probed is not None:
+        at, verdict = guard.probed
+        rested = "" if at == manifest.version else f"not its turn; at version {at}: "
+        out.append(replace(verdict, found=rested + verdict.found))
+        if guard.runs("storage") and not storage.can_see(sampler):
+            out.append(replace(verdict, check="storage", found=f"by the probe alone: {verdict.found}"))
     if guard.runs("freshness"):
         last = None if before is None else before.version
         out.append(freshness.fresh_sampler(sampler, version=manifest.version, before=last))
