@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from onegrid.formats import Quantizer
 from onegrid.ops.grouped import grouped_matmul, grouped_wgrad
 from onegrid.ops.operand import Operand, compute_dtype, dequantized, operand
 
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from onegrid.learner.grid_linear import Input, Site
 
 
-def in_one(shared: Input, site: Site) -> bool:
+def in_one(activation: Quantizer | None, site: Site) -> bool:
     """Whether the quantized backward can take all experts at once."""
-    return all(q is None or q.matmul == "decoded" for q in (shared.quantizer, site.weight, site.gradient))
+    return all(q is None or q.matmul == "decoded" for q in (activation, site.weight, site.gradient))
 
 
 def expert_gradients(

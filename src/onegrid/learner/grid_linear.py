@@ -24,8 +24,10 @@ from torch import Tensor
 
 from onegrid.formats import Quantizer
 from onegrid.learner.experts import expert_gradients, in_one
+from onegrid.learner.native_grid import native_gradients
 from onegrid.ops.grouped import Dispatch, grouped_matmul, take
 from onegrid.ops.linear import dot, matmul
+from onegrid.ops.native import is_native
 from onegrid.ops.operand import Operand, compute_dtype, dequantized, operand
 
 
@@ -67,6 +69,8 @@ class Site:
     """ "quantized", "high_precision" or "dequantized"; unquantized layers use "high_precision"."""
     read: Callable[[], Operand] | None = None
     """Derives the operand from the published codes now, where none is kept."""
+    transposed: Operand | None = None
+    """Of native operands, W along N for dgrad; made once per version."""
     calls: dict[str, int] = field(default_factory=dict)
     """How often each backward mode really ran, counted where it runs: a mode that is asked for and ignored is seen."""
 
@@ -104,7 +108,7 @@ class GridLinear(torch.autograd.Function):
             dx, dw = _dgrad_wgrad(dy, master, shared, site, trained=trained)
             db = dy.float().sum(0) if ctx.has_bias else None
             return dx, dw, db, None, None
-        if site.backward != "quantized" or in_one(shared, site):
+        if site.backward != "quantized" or in_one(shared.quantizer, site):
             return *expert_gradients(dy, master, shared, site, trained=trained), None, None, None
         dx, dw = torch.empty_like(shared.x), torch.zeros_like(master) if trained else None
         for expert, rows in shared.places.groups():
@@ -127,6 +131,8 @@ def _dgrad_wgrad(
     rows: slice = slice(None),
 ) -> tuple[Tensor, Tensor | None]:
     """dX BF16 [M, K] and, of a trained weight, dW FP32 [N, K] of one matrix, by the table above."""
+    if site.backward == "quantized" and is_native(shared.rowwise.kind):
+        return native_gradients(dy, shared, site, trained=trained)
     if site.backward == "quantized":
         site.count("quantized")
         weight_KN = operand(master.to(torch.bfloat16), site.weight, axis=-2)
@@ -142,6 +148,9 @@ def _dgrad_wgrad(
         w, x = dequantized(published), dequantized(shared.rowwise.part(rows))
     else:
         site.count("high_precision")
-        w, x = master.to(torch.bfloat16).to(dtype), shared.x[rows].to(dtype)
-    dy = dy.to(dtype)
-    return dot(dy, w.mT).to(torch.bfloat16), dot(dy.mT, x.mT) if trained else None
+        # The live operand of an unquantized weight is the master in BF16 already.
+        plain = site.weight is None and expert is None
+        w = site.published().values if plain else master.to(torch.bfloat16).to(dtype)
+        x = shared.x[rows]
+    dy, x = dy.to(dtype), x.to(dtype)
+    return matmul(Operand(dy), Operand(w.mT)), dot(dy.mT, x.mT) if trained else None

@@ -11,17 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegrid.errors import CapabilityError, CheckpointError, NonFiniteError, WeightsError
+from onegrid.errors import CapabilityError, CheckpointError
 from onegrid.learner.adapter_files import adapters_of
+from onegrid.learner.captured import MicroBatches, bucket_rows
 from onegrid.learner.config import LearnerConfig, learning_rate
 from onegrid.learner.gradients import scale_gradients, squares_by_group
 from onegrid.learner.loss import LossConfig, loss_metrics, policy_loss, token_weights
+from onegrid.learner.masters import gather
 from onegrid.learner.packing import alignment, attend_packed, micro_batches, pack, rows_are_alone
-from onegrid.learner.recover import make_room, without_leftovers
+from onegrid.learner.recover import make_room, refuse_lost_moments, without_leftovers
 from onegrid.learner.replay import Replay, routing_metrics
 from onegrid.learner.weights import GradWeights
 from onegrid.model.canonical import Canonical
-from onegrid.model.decoder import decode_rows, head_name
+from onegrid.model.decoder import Rows, decode_rows, embed, head_name
 from onegrid.model.derived import canonical_parts, sums_of
 from onegrid.model.kv import kv_grid
 from onegrid.model.live import LiveWeights
@@ -30,6 +32,7 @@ from onegrid.model.rope import rope_table
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.model.stacks import is_stack, stacks
 from onegrid.ops.logprob import token_logp
+from onegrid.ops.packed_attention import Segments
 from onegrid.ops.pins import pin, round_up
 from onegrid.recipe import Plan
 from onegrid.types import Batch, Sequence
@@ -71,7 +74,7 @@ class Learner:
         self.version = version
         self.num_updates = 0
         self.keys = stacks(spec)
-        self.masters = {key: t.requires_grad_() for key, t in _gather(spec, self.keys, weights, self.device).items()}
+        self.masters = {key: t.requires_grad_() for key, t in gather(spec, self.keys, weights, self.device).items()}
         self.adapters = adapters_of(config.lora, spec, self.masters) if config.lora else None
         self.trained = self.adapters.factors if self.adapters else self.masters
         """What the optimizer moves, by name: the masters, or the factors of their adapters."""
@@ -85,6 +88,7 @@ class Learner:
         self.routed: list[Tensor | None] = []
         """Of each micro-batch of the last call: how many recorded experts were found here, of how many."""
         self.kv_grid = kv_grid(plan.learner_kv)
+        self.captured = self._capturing()
         decayed = [t for t in self.trained.values() if t.dim() >= 2]
         plain = [t for t in self.trained.values() if t.dim() < 2]
         self.optimizer = torch.optim.AdamW(
@@ -114,6 +118,7 @@ class Learner:
         for key, value in codes.items():
             self.live.write(key, value)
         self.live.derive()
+        self.grad_weights.refresh()
         self.quantized = True
 
     def _all_or_nothing(self) -> AbstractContextManager[None]:
@@ -134,7 +139,15 @@ class Learner:
         self.live.derive()
         self.grad_weights = GradWeights(self.live, self.masters)
         self.align, self.dense = alignment(plan), self.device.type == "cpu" and rows_are_alone(plan)
+        self.captured = self._capturing()
         self._quantize()
+
+    def _capturing(self) -> MicroBatches | None:
+        """Where micro-batches are captured, what holds them."""
+        config = self.config
+        plain = config.capture and not (config.recompute or self.adapters or config.weights == "codes")
+        able = self.device.type == "cuda" and self.live.kernels.can_capture and self.grad_weights.can_capture
+        return MicroBatches(self.masters.values()) if plain and able else None
 
     def canonical(self) -> dict[str, Canonical]:
         """What the sampler must hold of this version, by canonical name.
@@ -160,22 +173,16 @@ class Learner:
     def forward(self, sequences: Items[Sequence], temperature: float) -> tuple[list[Tensor], list[Tensor]]:
         """Log-probability and entropy FP32 [R] of every response token, with gradients where they are enabled."""
         self._settle()
-        packed = pack(sequences, align=self.align, dense=self.dense, device=self.device)
+        bucket = None if self.captured is None else bucket_rows
+        packed = pack(sequences, align=self.align, dense=self.dense, device=self.device, bucket=bucket)
         self.grad_weights.apart_A = packed.apart_A
         replay = Replay(sequences, packed, forced=self.config.replay_routing)
         self.reach(int(packed.rows.positions_N.max()) + 1)
-        hidden_ND = decode_rows(
-            self.spec,
-            self.grad_weights,
-            packed.rows,
-            attend_packed(packed.segments, self.live.kernels),
-            rope=self.rope,
-            routes=replay.found,
-            forced_NLK=replay.forced_NLK,
-            kv_grid=self.kv_grid,
-            recompute=self.config.recompute,
-            kernels=self.live.kernels,
-        )
+        embedded_ND = embed(self.grad_weights, packed.rows.tokens_N)
+        if self.captured is not None and torch.is_grad_enabled() and replay.found is None:
+            hidden_ND = self.captured.hidden(embedded_ND, packed, self._decode, self._rotations)
+        else:
+            hidden_ND = self._decode(embedded_ND, packed.rows, packed.segments, replay)
         self.routed.append(replay.equal())
         kept = _kept(sequences, self.device)
         logp, entropy = token_logp(
@@ -187,6 +194,34 @@ class Learner:
         )
         lengths = [len(s.tokens_T) - s.num_prompt for s in sequences]
         return list(logp.split(lengths)), list(entropy.split(lengths))
+
+    def _decode(self, embedded_ND: Tensor, rows: Rows, segments: Segments, replay: Replay | None = None) -> Tensor:
+        """Hidden states of packed rows."""
+        return decode_rows(
+            self.spec,
+            self.grad_weights,
+            rows,
+            attend_packed(segments, self.live.kernels),
+            rope=self.rope,
+            routes=None if replay is None else replay.found,
+            forced_NLK=None if replay is None else replay.forced_NLK,
+            embedded_ND=embedded_ND,
+            kv_grid=self.kv_grid,
+            recompute=self.config.recompute,
+            kernels=self.live.kernels,
+        )
+
+    def _rotations(self, num_positions: int) -> tuple[Tensor, Tensor]:
+        """Tables for so many positions, or for all that the model has."""
+        self.reach(min(num_positions, self.spec.max_positions))
+        return self.rope
+
+    def clear_gradients(self) -> None:
+        """Drops all gradients; those that captured graphs sum into become zero where they lie."""
+        if self.captured is None:
+            self.optimizer.zero_grad(set_to_none=True)
+        else:
+            self.captured.zero()
 
     def plan_micro_batches(self, sequences: Items[Sequence]) -> list[list[int]]:
         """Which sequences go together."""
@@ -224,6 +259,8 @@ class Learner:
         old = [s.sampler_logp_R for s in batch.sequences] if old_logp is None else list(old_logp)
         logp_out: list[Tensor] = [torch.empty(0)] * len(batch.sequences)
         self.routed.clear()
+        if self.captured is not None:
+            self.captured.begin()
         sums, plan = [], self.plan_micro_batches(batch.sequences)
         with self._all_or_nothing():
             for indices in plan:
@@ -269,7 +306,7 @@ class Learner:
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = lr
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.clear_gradients()
         self.num_updates += 1
         self.version += 1
         self._quantize()
@@ -313,7 +350,7 @@ class Learner:
         if not self.adapters and {key: tuple(t.shape) for key, t in state["masters"].items()} != shapes:
             raise CheckpointError("the state's tensors are not those of this model")
         if state["num_updates"]:
-            self._refuse_lost_moments(state["optimizer"].get("state", {}))
+            refuse_lost_moments(self.optimizer, self.trained, state["optimizer"].get("state", {}))
         if self.adapters:
             self.adapters.load_state_dict(state["adapters"])
         else:
@@ -323,19 +360,6 @@ class Learner:
         self.optimizer.load_state_dict(state["optimizer"])
         self.version, self.num_updates = state["version"], state["num_updates"]
         self._quantize()
-
-    def _refuse_lost_moments(self, moments: Mapping[int, Mapping[str, Any]]) -> None:
-        """The optimizer would take an absent moment for a first step, and go on with another update in silence."""
-        names = {id(tensor): key for key, tensor in self.trained.items()}
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
-        for i, param in enumerate(params):
-            for name in ("exp_avg", "exp_avg_sq"):
-                moment = moments.get(i, {}).get(name)
-                found = "is missing" if moment is None else f"has shape {tuple(moment.shape)}"
-                if moment is None or moment.shape != param.shape:
-                    raise CheckpointError(
-                        f"the optimizer's {name} of {names[id(param)]} {found}; it must be {tuple(param.shape)}"
-                    )
 
     def reach(self, num_positions: int) -> None:
         """Makes the position table long enough. CapabilityError beyond the model's positions."""
@@ -349,27 +373,6 @@ class Learner:
         for site in self.grad_weights.sites.values():
             if set(site.calls) - {site.backward}:
                 raise CapabilityError(f"{site.key}: asked for backward {site.backward!r}, ran {sorted(site.calls)}")
-
-
-def _gather(
-    spec: ModelSpec, keys: Mapping[str, tuple[str, ...]], weights: Mapping[str, Tensor], device: torch.device
-) -> dict[str, Tensor]:
-    """FP32 storage tensors from canonical ones, checked."""
-    shapes = tensor_shapes(spec)
-    missing, extra = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
-    if missing or extra:
-        raise WeightsError(f"weights do not fit the model: missing {missing[:8]}, not of it {extra[:8]}")
-    for name, shape in shapes.items():
-        if tuple(weights[name].shape) != shape:
-            raise WeightsError(f"{name} has shape {tuple(weights[name].shape)}, the model needs {shape}")
-        bad = int((~torch.isfinite(weights[name])).sum())
-        if bad:
-            raise NonFiniteError(f"{name}: {bad} of {weights[name].numel()} values are NaN or Inf")
-    out = {}
-    for key, names in keys.items():
-        parts = [weights[name].detach().to(device, torch.float32) for name in names]
-        out[key] = torch.stack(parts) if is_stack(key) else parts[0].clone()
-    return out
 
 
 def _kept(sequences: Items[Sequence], device: torch.device) -> list[Tensor] | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from onegrid.formats import Quantizer
-from onegrid.ops.native import native_matmul, native_operand, native_operands, transposed
+from onegrid.ops.native import native_matmul, native_operand, native_operands
 from onegrid.ops.operand import Operand
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ def native_gradients(dy: Tensor, shared: Input, site: Site, *, trained: bool) ->
     """dX BF16 [M, K] and, of a trained weight, dW FP32 [N, K]. dy BF16 [M, N]; M a multiple of 128 for blocks."""
     assert site.gradient is not None
     site.count("quantized")
-    weight_KN = transposed(site.published())
+    assert site.transposed is not None
+    weight_KN = site.transposed
     if not trained:
         return native_matmul(native_operand(dy, site.gradient), weight_KN), None
     dy_MN, dy_NM = native_operands(dy, site.gradient)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
@@ -50,11 +51,19 @@ class Packed:
     beyond the decoder's rows means none. None: rows begin blocks themselves."""
 
 
-def pack(sequences: Items[Sequence], *, align: int, dense: bool = False, device: torch.device | str = "cpu") -> Packed:
+def pack(
+    sequences: Items[Sequence],
+    *,
+    align: int,
+    dense: bool = False,
+    device: torch.device | str = "cpu",
+    bucket: Callable[[int, int], int] | None = None,
+) -> Packed:
     """Rows of `sequences`, each starting at a multiple of `align`, padding rows masked.
 
     align  1, or the block along tokens of a quantized backward pass (32; 128), so that no block spans two sequences
     dense  rows follow one another, and only the column-wise operands are aligned: `apart_A` says how
+    bucket  (rows, align) -> rows to fill up to; None adds none
     """
     if dense and align > 1:
         packed = pack(sequences, align=1, device=device)
@@ -63,7 +72,7 @@ def pack(sequences: Items[Sequence], *, align: int, dense: bool = False, device:
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + round_up(length, align))
-    num_rows = starts[-1]
+    num_rows = starts[-1] if bucket is None else bucket(starts[-1], align)
     tokens, positions = torch.zeros(num_rows, dtype=torch.int64), torch.zeros(num_rows, dtype=torch.int64)
     mask = torch.zeros(num_rows, dtype=torch.bool)
     predict, target = [], []

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
+
+from onegrid.errors import CheckpointError
 
 
 @contextmanager
@@ -37,3 +41,19 @@ def make_room(optimizer: torch.optim.AdamW) -> None:
             step = torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu")
             moments = [torch.zeros_like(parameter, memory_format=torch.preserve_format) for _ in range(2)]
             optimizer.state[parameter] = {"step": step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+
+
+def refuse_lost_moments(
+    optimizer: torch.optim.Optimizer, trained: Mapping[str, Tensor], moments: Mapping[int, Mapping[str, Any]]
+) -> None:
+    """The optimizer would take an absent moment for a first step, and go on with another update in silence."""
+    names = {id(tensor): key for key, tensor in trained.items()}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for i, param in enumerate(params):
+        for name in ("exp_avg", "exp_avg_sq"):
+            moment = moments.get(i, {}).get(name)
+            found = "is missing" if moment is None else f"has shape {tuple(moment.shape)}"
+            if moment is None or moment.shape != param.shape:
+                raise CheckpointError(
+                    f"the optimizer's {name} of {names[id(param)]} {found}; it must be {tuple(param.shape)}"
+                )

@@ -10,11 +10,14 @@ from torch import Tensor
 
 from onegrid.errors import CapabilityError
 from onegrid.formats import QUANTIZERS, Quantizer
+from onegrid.learner.experts import in_one
 from onegrid.learner.grid_linear import GridLinear, Input, Site
+from onegrid.learner.native_grid import native_inputs
 from onegrid.model.live import LiveWeights, send, spans_rows
 from onegrid.model.stacks import is_stack
 from onegrid.ops.grouped import Dispatch, Scatter
-from onegrid.ops.operand import operand
+from onegrid.ops.native import transposed
+from onegrid.ops.operand import Operand, operand
 from onegrid.ops.pins import TILE
 
 BACKWARD_MODES = ("quantized", "high_precision", "dequantized")
@@ -53,7 +56,33 @@ class GradWeights:
         mode = mode or "high_precision"
         if mode not in BACKWARD_MODES:
             raise CapabilityError(f"{key}: backward mode {mode!r} is not one of {', '.join(BACKWARD_MODES)}")
+        if key in self.live.native and mode == "quantized" and quantizer is not None and quantizer.span == "row":
+            raise CapabilityError(
+                f'recipe.matmul = "native", {key}: {quantizer} has its scales along the contraction of fprop, so dgrad '
+                'and wgrad have no native products; use backward "dequantized" or "high_precision"'
+            )
         return Site(key, self.live.operands.get(key), quantizer, gradient, mode, partial(self.live.read, key))
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether no backward pass waits for the host."""
+        stacked = [(self.live.activation[key], site) for key, site in self.sites.items() if is_stack(key)]
+        return all(site.backward != "quantized" or in_one(activation, site) for activation, site in stacked)
+
+    def refresh(self) -> None:
+        """Once per version: transposes of native operands, which every micro-batch reads, into the same storage."""
+        for key, site in self.sites.items():
+            if key not in self.live.native or site.backward != "quantized":
+                continue
+            new = transposed(site.published())
+            if site.transposed is None:
+                site.transposed = new
+            else:
+                for have, want in ((site.transposed.values, new.values), (site.transposed.block, new.block)):
+                    if have is not None and want is not None:
+                        have.copy_(want)
+                if site.transposed.row is not None and new.row is not None:
+                    site.transposed = Operand(site.transposed.values, new.kind, new.row, site.transposed.block)
 
     def tensor(self, name: str) -> Tensor:
         """See `model.decoder.Weights`."""
@@ -66,10 +95,17 @@ class GradWeights:
         quantizer = self.live.activation[keys[0]]
         if sent and dispatch is not None and spans_rows(quantizer):
             x = dispatch.cleared(x)
-        rowwise = operand(x.detach(), quantizer)
+        columns = None
+        if quantizer is not None and keys[0] in self.live.native:
+            back = torch.is_grad_enabled() and self.sites[keys[0]].backward == "quantized"
+            rowwise, columns = native_inputs(x.detach(), quantizer, columns=back)
+        else:
+            rowwise = operand(x.detach(), quantizer)
         if dispatch is not None and not sent:
             x, rowwise = Scatter.apply(x, dispatch), send(rowwise, dispatch)
         shared = Input(x.detach(), rowwise, quantizer, dispatch, self.apart_A if dispatch is None else None)
+        if columns is not None:
+            shared.columns[None] = columns
         return [GridLinear.apply(x, self.masters[key], self._bias(key), shared, self.sites[key]) for key in keys]
 
     def fuses(self, key: str, width: int) -> Quantizer | None:

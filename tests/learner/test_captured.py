@@ -1,0 +1,78 @@
+"""Micro-batches in CUDA graphs: buckets that hold them, and the bytes of those that run one launch at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from onegrid.learner.captured import bucket_rows, bucket_segments
+from onegrid.ops.packed_attention import segments_of
+from tests.bytes import assert_same_bytes
+from tests.learner.test_learner import batch_of, learner_of
+
+
+def test_buckets_hold_their_rows_and_are_few():
+    for multiple in (1, 32, 128):
+        for rows in range(1, 9000, 37):
+            assert rows <= bucket_rows(rows, multiple) <= max(256, 1.26 * rows + 128)
+            assert bucket_rows(rows, multiple) % multiple == 0
+    assert len({bucket_rows(rows, 1) for rows in range(1, 8193)}) <= 40
+
+
+def test_segments_are_filled_up_with_empty_ones():
+    segments = bucket_segments(segments_of([0, 70, 100], [70, 20, 5], 128, "cpu"))
+    assert segments.length_B.tolist() == [70, 20, 5, 0] and segments.longest == 128
+
+
+@pytest.mark.parametrize(
+    ("model", "preset", "backward"),
+    [
+        ("dense", "bf16", None),
+        ("dense", "mxfp8", "quantized"),
+        ("dense", "mxfp8", "dequantized"),
+        ("dense", "nvfp4_all", None),
+        ("dense", "fp8_block", "quantized"),
+        ("moe", "mxfp8", "quantized"),
+        ("moe", "nvfp4_experts", None),
+        ("shared", "bf16", None),
+    ],
+)
+def test_captured_micro_batches_have_the_bytes_of_launches_one_by_one(model, preset, backward, gpu):
+    found = []
+    for capture in (True, False):
+        learner = learner_of(model, preset, backward=backward, device=gpu, capture=True, max_tokens=256)
+        if not capture:
+            learner.captured.seen = _Never()
+        logp = []
+        for seed in range(4):
+            report = learner.forward_backward(batch_of(20, seed=seed % 2))
+            logp += report.logp
+            learner.step()
+        found.append((logp, [master.detach() for master in learner.masters.values()], len(learner.captured.runs)))
+    assert found[0][2] > 0 and found[1][2] == 0
+    for have, want in zip(found[0][:2], found[1][:2], strict=True):
+        assert_same_bytes(have, want)
+
+
+class _Never(set):
+    """A bucket is never seen a second time, so nothing is captured."""
+
+    def __contains__(self, key: object) -> bool:
+        return False
+
+
+def test_what_a_step_drops_is_captured_anew(gpu):
+    learner = learner_of("dense", "mxfp8", device=gpu)
+    batch = batch_of(9)
+    for _ in range(3):
+        learner.forward_backward(batch)
+        learner.clear_gradients()
+    assert learner.captured.runs
+    learner.forward_backward(batch)
+    want = [master.grad.clone() for master in learner.masters.values()]
+    learner.optimizer.zero_grad(set_to_none=True)  # as after a failure
+    for _ in range(3):
+        learner.forward_backward(batch)
+        assert_same_bytes([master.grad for master in learner.masters.values()], want)
+        learner.clear_gradients()
+    torch.cuda.synchronize()
