@@ -33,6 +33,11 @@ class Clock:
         finally:
             self._seconds[stage] = self._seconds.get(stage, 0.0) + time.perf_counter() - began
 
+    def add(self, other: Clock) -> None:
+        """The stages of another clock, which ran beside this one."""
+        for stage, seconds in other._seconds.items():
+            self._seconds[stage] = self._seconds.get(stage, 0.0) + seconds
+
     def metrics(self, *, num_tokens: int) -> dict[str, float]:
         """Seconds a stage and of the whole step, tokens a second of the sampler, and memory high-water marks.
 

@@ -21,6 +21,7 @@ SAMPLER = (
 ADVICE = {
     "start": f"{SAMPLER}; set loop.reference_every = 0 (no second set of weights), or take a smaller model",
     "rollout": SAMPLER,
+    "wait": SAMPLER,
     "eval": SAMPLER,
     "scoring": "lower task.scoring.workers, or what the reward functions take",
     "reference": LEARNER,

@@ -171,7 +171,7 @@ class OneStepOff:
         self._last = last
         threads = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(1, "ahead", torch.set_num_threads, (threads,)) if overlap else None
-        self._future: Future[Drawn] | None = None
+        self._future: Future[tuple[Drawn, Clock]] | None = None
         self._ahead: Ahead | None = None
         if state:
             with contents():
@@ -183,25 +183,27 @@ class OneStepOff:
     def take(self, step: int, clock: Clock) -> Experience:
         """See `Schedule`. Begins to draw for the next step."""
         if self._ahead is None:
-            with clock("rollout"):
-                drawn = self._draw(step, clock)
+            with clock("wait"):
+                drawn, spent = self._timed(step)
+            clock.add(spent)
             self._ahead = self._proved(step, drawn, clock)
         self._now, self._ahead = self._ahead, None
         assert self._now.step == step
         if step < self._last:
             if self._pool is not None:
-                self._future = self._pool.submit(self._draw, step + 1, clock)
+                self._future = self._pool.submit(self._timed, step + 1)
             else:
                 self._future = Future()
-                with clock("rollout"):
-                    self._future.set_result(self._draw(step + 1, clock))
+                with clock("wait"):
+                    self._future.set_result(self._timed(step + 1))
         return self._now.experience
 
     def prove(self, logp: Sequence[Tensor], clock: Clock) -> tuple[dict[str, float], list[Verdict]]:
         """See `Schedule`. Waits for the next batch and proves it; the present one was proved when it was made."""
         if self._future is not None:
-            with clock("rollout"):
-                drawn = self._future.result()
+            with clock("wait"):
+                drawn, spent = self._future.result()
+            clock.add(spent)
             self._future = None
             self._ahead = self._proved(self._now.step + 1, drawn, clock)
         stale = staleness(self._now.experience.batch, logp, version=self._learner.version)
@@ -227,6 +229,12 @@ class OneStepOff:
         """See `Schedule`."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _timed(self, step: int) -> tuple[Drawn, Clock]:
+        """Groups, and a clock of their own: stages of two threads on one would take each other for nested."""
+        with (clock := Clock())("rollout"):
+            drawn = self._draw(step, clock)
+        return drawn, clock
 
     def _proved(self, step: int, drawn: Drawn, clock: Clock) -> Ahead:
         with clock("reference"):
