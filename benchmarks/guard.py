@@ -1,8 +1,11 @@
 """What the checks of every synchronization cost: a quickstart step with and without them, each check alone, the digest.
 
     python benchmarks/guard.py [CONFIG] [--steps N]
+    python benchmarks/guard.py --shape qwen3-8b --layers 4 --device cuda [--tokens N]
 
-Prints processor seconds beside wall seconds: on a machine that others use only the former mean something.
+Prints processor seconds beside wall seconds: on a machine that others use only the former mean something. A shape has
+random weights, and what stands beside its checks is an update of the learner on N tokens and the synchronization
+itself; a step has rollouts too, so its share is smaller.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from __future__ import annotations
 import argparse
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,11 +26,13 @@ from rich.console import Console
 from onegrid.config import load_config
 from onegrid.formats import digest
 from onegrid.guard import audit, byte_comparison, digests, freshness, probe, selfcheck, storage
-from onegrid.guard.guard import CHECKS, GuardConfig, guard_of
+from onegrid.guard.guard import CHECKS, Guard, GuardConfig, guard_of, guard_sync
 from onegrid.learner import learner
+from onegrid.learner.config import LearnerConfig
 from onegrid.rl.loop import train
 from onegrid.rl.progress import Display
 from onegrid.rl.record import Record
+from onegrid.study import bench
 from onegrid.study.parts import build, design
 
 PARTS = {
@@ -50,44 +56,104 @@ def run_steps(path: Path, guard: GuardConfig, num_steps: int) -> tuple[float, fl
     plan = design(config, path.parent)
     parts = build(plan)
     spent: dict[str, list[float]] = defaultdict(list)
-    originals = {name: getattr(*where) for name, where in PARTS.items()}
-    for name, (module, function) in PARTS.items():
-        setattr(module, function, _timed(originals[name], spent[name]))
-    try:
-        with TemporaryDirectory() as folder:
-            processor, wall = time.process_time(), time.perf_counter()
-            train(
-                parts.task,
-                parts.learner,
-                parts.sampler,
-                guard=guard_of(guard, parts.learner, parts.sampler),
-                config=plan.config.loop,
-                sampling=plan.config.sampling,
-                seed=plan.config.seed,
-                tokenizer=parts.tokenizer,
-                record=Record(Path(folder), config=plan.config.record),
-                display=Display(num_steps, console=Console(quiet=True)),
-                dynamic=plan.config.dynamic,
-                correction=plan.config.correction,
-                evaluation=plan.config.eval,
-                checkpoints=replace(plan.config.checkpoint, every=0),
-                reference=parts.reference,
-            )
-            processor, wall = time.process_time() - processor, time.perf_counter() - wall
-    finally:
-        for name, (module, function) in PARTS.items():
-            setattr(module, function, originals[name])
+    with timed_parts(spent, _timed), TemporaryDirectory() as folder:
+        processor, wall = time.process_time(), time.perf_counter()
+        train(
+            parts.task,
+            parts.learner,
+            parts.sampler,
+            guard=guard_of(guard, parts.learner, parts.sampler),
+            config=plan.config.loop,
+            sampling=plan.config.sampling,
+            seed=plan.config.seed,
+            tokenizer=parts.tokenizer,
+            record=Record(Path(folder), config=plan.config.record),
+            display=Display(num_steps, console=Console(quiet=True)),
+            dynamic=plan.config.dynamic,
+            correction=plan.config.correction,
+            evaluation=plan.config.eval,
+            checkpoints=replace(plan.config.checkpoint, every=0),
+            reference=parts.reference,
+        )
+        processor, wall = time.process_time() - processor, time.perf_counter() - wall
     each = {name: sum(seconds[1:]) / num_steps for name, seconds in spent.items()}
     return processor / num_steps, wall / num_steps, each
 
 
-def digest_speed(num_bytes: int) -> float:
-    """Bytes a processor second, of one large tensor."""
-    x = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
+def at_shape(shape: str, *, layers: int, tokens: int, device: torch.device) -> None:
+    """Print the seconds of every check, of a synchronization without them, and of an update of the learner."""
+    spec, plan = bench.spec_and_plan(shape, "mxfp8", layers)
+    learner_ = learner.Learner(
+        spec, plan, bench.random_tensors(spec, device), LearnerConfig(max_tokens=tokens), device=device
+    )
+    length = min(512, tokens)
+    engine = bench.engine(shape, "mxfp8", device, slots=tokens // length, max_len=length, layers=layers)
+    wanted = bench.requests(tokens // length, prompt=length // 4, new=length - length // 4, vocab=spec.vocab_size)
+
+    def sync(guard: Guard) -> None:
+        learner_.version += 1
+        learner_._quantize()
+        guard_sync(learner_, engine, guard)
+
+    spent: dict[str, list[float]] = defaultdict(list)
+    with timed_parts(spent, lambda function, into: _timed_wall(function, into, device)):
+        guard = guard_of(GuardConfig(), learner_, engine)
+        for _ in range(3):
+            sync(guard)
+        each = {name: sum(seconds[1:]) / max(1, len(seconds) - 1) for name, seconds in spent.items()}
+    bare = guard_of(GuardConfig(off=CHECKS), learner_, engine)
+    moved = bench.seconds(lambda: sync(bare), device, repeats=2, warmups=1)
+    batch = bench.batch_of(engine.generate(wanted))
+    update = bench.seconds(lambda: learner_.forward_backward(batch), device, repeats=2, warmups=1)
+    total = sum(each.values()) + moved + update
+    print(f"{shape}, {layers} layers, {tokens} tokens: update {1000 * update:.0f} ms, sync {1000 * moved:.0f} ms")
+    for name, seconds in each.items():
+        print(f"  {name:20} {1000 * seconds:9.2f} ms  {seconds / total:7.2%} of update and synchronization")
+    print(f"  together             {1000 * sum(each.values()):9.2f} ms  {sum(each.values()) / total:7.2%}")
+
+
+def digest_speed(num_bytes: int, device: torch.device) -> float:
+    """Bytes a second of one large tensor: processor seconds on a CPU, else the device's."""
+    x = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device)
     digest(x)
+    if device.type != "cpu":
+        return num_bytes / bench.seconds(lambda: digest(x), device)
     began = time.process_time()
     digest(x)
     return num_bytes / (time.process_time() - began)
+
+
+@contextmanager
+def timed_parts(
+    spent: dict[str, list[float]], wrap: Callable[[Callable[..., Any], list[float]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Every part notes its seconds while the block runs."""
+    originals = {name: getattr(*where) for name, where in PARTS.items()}
+    for name, (module, function) in PARTS.items():
+        setattr(module, function, wrap(originals[name], spent[name]))
+    try:
+        yield
+    finally:
+        for name, (module, function) in PARTS.items():
+            setattr(module, function, originals[name])
+
+
+def _timed_wall(function: Callable[..., Any], spent: list[float], device: torch.device) -> Callable[..., Any]:
+    def timed(*arguments: Any, **named: Any) -> Any:
+        wait(device)
+        began = time.perf_counter()
+        out = function(*arguments, **named)
+        wait(device)
+        spent.append(time.perf_counter() - began)
+        return out
+
+    return timed
+
+
+def wait(device: torch.device) -> None:
+    """For what a GPU was told to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
@@ -104,10 +170,19 @@ def main() -> None:
     """Print one line a number."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", nargs="?", type=Path, default=Path("configs/quickstart.toml"))
+    parser.add_argument("--shape", choices=list(bench.SHAPES))
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=8)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads")
+    device = torch.device(arguments.device)
+    print(f"digest {digest_speed((64 if device.type == 'cpu' else 4096) << 20, device) / 1e9:.3f} GB a second")
+    if arguments.shape:
+        at_shape(arguments.shape, layers=arguments.layers, tokens=arguments.tokens, device=device)
+        return
     processor, wall, each = run_steps(arguments.config, GuardConfig(), arguments.steps)
     bare, bare_wall, _ = run_steps(arguments.config, GuardConfig(off=CHECKS), arguments.steps)
     print(f"step with all checks      {processor:8.4f} s processor  {wall:8.4f} s wall")
@@ -115,7 +190,6 @@ def main() -> None:
     for name, seconds in each.items():
         print(f"  {name:20} {1000 * seconds:8.2f} ms  {seconds / processor:7.2%} of a step")
     print(f"  together             {1000 * sum(each.values()):8.2f} ms  {sum(each.values()) / processor:7.2%}")
-    print(f"digest {digest_speed(64 << 20) / 1e9:.3f} GB a processor second")
 
 
 if __name__ == "__main__":

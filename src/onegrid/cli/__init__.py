@@ -211,6 +211,7 @@ def diagnose(
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows here.")
 @click.option("--page", type=click.Path(dir_okay=False, path_type=Path), help="Write the tables, as Markdown, here.")
 @click.option("--work", type=click.Path(file_okay=False, path_type=Path), help="Keep what is done here, and go on.")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or auto; a GPU kills no runs.")
 def faults(
     names: tuple[str, ...],
     show: bool,
@@ -219,6 +220,7 @@ def faults(
     json_file: Path | None,
     page: Path | None,
     work: Path | None,
+    device: str,
 ) -> None:
     """Put faults into the real loop and see which checks catch them.
 
@@ -233,7 +235,7 @@ def faults(
     if show:
         list_faults()
     elif campaign or names:
-        run(campaign, names, seed=seed, json_file=json_file, page=page, work=work)
+        run(campaign, names, seed=seed, json_file=json_file, page=page, work=work, device=device)
     else:
         raise click.UsageError("name faults, or give --campaign or --list")
 

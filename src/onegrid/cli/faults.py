@@ -18,6 +18,7 @@ from onegrid.study.campaign import Outcome, try_alone
 from onegrid.study.corruptions import run_corruptions, run_healthy
 from onegrid.study.fault_report import markdown, problems, rows
 from onegrid.study.kills import Kills, run_kills
+from onegrid.study.parts import find_device
 from onegrid.study.segments import in_segments, kept, kills_in_segments, read_outcome
 
 SIZES = {"quick": 100, "full": 1000}
@@ -44,6 +45,7 @@ def run(
     json_file: Path | None,
     page: Path | None,
     work: Path | None = None,
+    device: str = "cpu",
 ) -> None:
     """See `onegrid faults --help`."""
     console = Console(highlight=False)
@@ -59,22 +61,27 @@ def run(
             return run_kills(count, own_seed, Path(folder))
 
     kills = corruptions = healthy = None
+    device = find_device(device)
     whole = campaign is not None and not names
-    if whole:  # first: it forks, and must not have computed anything before
+    if whole and device == "cpu":  # first: it forks, and must not have computed anything before
         kills = kills_in_segments(killed, KILLS[str(campaign)], seed, work, progress("runs killed and resumed"))
         console.print(f"{kills.same} of {kills.num} runs end in the same bytes after kill -9 and resume")
     outcomes: list[Outcome] = []
     for each in chosen:
-        o = kept(work, f"fault_{each.name}", partial(try_alone, each), read_outcome)
+        o = kept(work, f"fault_{each.name}", partial(try_alone, each, device), read_outcome)
         outcomes.append(o)
         seen = f"{o.caught_by} at {o.at}" if o.caught_by else "nothing objected"
         good = o.as_claimed and o.named_right and o.safe
         console.print(f"{'ok ' if good else 'BAD'} {o.fault:26} {seen}", soft_wrap=True)
     if whole:
         count = SIZES[str(campaign)]
-        corruptions = in_segments(run_corruptions, count, seed, work, "corruptions", progress("random corruptions"))
+        corruptions = in_segments(
+            partial(run_corruptions, device=device), count, seed, work, "corruptions", progress("random corruptions")
+        )
         console.print(f"{corruptions.alarms} of {count} random corruptions caught, {corruptions.named_right} named")
-        healthy = in_segments(run_healthy, count, seed, work, "healthy", progress("healthy synchronizations"))
+        healthy = in_segments(
+            partial(run_healthy, device=device), count, seed, work, "healthy", progress("healthy synchronizations")
+        )
         console.print(f"{healthy.alarms} false alarms in {count} healthy synchronizations")
     wrong = problems(outcomes, corruptions, healthy, kills)
     if json_file is not None:

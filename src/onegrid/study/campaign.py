@@ -60,10 +60,10 @@ class Outcome:
         return self.fires == fault.fires and bool(self.caught_by) == bool(fault.fires) and self.changed > 0
 
 
-def try_fault(fault: Fault, folder: Path) -> Outcome:
+def try_fault(fault: Fault, folder: Path, *, device: str = "cpu") -> Outcome:
     """Both runs of one fault."""
-    guarded = _guarded(fault, folder / "guarded")
-    fires, unguarded, stopped_by = _observed(fault, folder / "observed")
+    guarded = _guarded(fault, folder / "guarded", device=device)
+    fires, unguarded, stopped_by = _observed(fault, folder / "observed", device)
     if guarded["caught_by"] in ("transaction", "wake"):
         fires = (guarded["caught_by"], *fires)
     return Outcome(
@@ -76,10 +76,10 @@ def try_fault(fault: Fault, folder: Path) -> Outcome:
     )
 
 
-def try_alone(fault: Fault) -> Outcome:
+def try_alone(fault: Fault, device: str = "cpu") -> Outcome:
     """`try_fault` in a folder that goes away."""
     with TemporaryDirectory() as folder:
-        return try_fault(fault, Path(folder))
+        return try_fault(fault, Path(folder), device=device)
 
 
 def without(fault: Fault, check: str, folder: Path) -> dict[str, Any]:
@@ -87,8 +87,8 @@ def without(fault: Fault, check: str, folder: Path) -> dict[str, Any]:
     return _guarded(fault, folder, off=(check,))
 
 
-def _guarded(fault: Fault, folder: Path, off: tuple[str, ...] = ()) -> dict[str, Any]:
-    bench = make_bench(fault.model, fault.preset)
+def _guarded(fault: Fault, folder: Path, *, off: tuple[str, ...] = (), device: str = "cpu") -> dict[str, Any]:
+    bench = make_bench(fault.model, fault.preset, device=device)
     guard = guard_of(dataclasses.replace(THOROUGH, off=off), bench.learner, bench.sampler)
     clock: dict[str, Any] = {"begin": time.perf_counter(), "phase": "sync", "syncs": 0}
     fault.inject(bench)
@@ -149,8 +149,8 @@ def _note_time(bench: Bench, clock: dict[str, Any]) -> None:
     wrap(bench.sampler, "generate", generate)
 
 
-def _observed(fault: Fault, folder: Path) -> tuple[tuple[str, ...], dict[str, float], str]:
-    bench = make_bench(fault.model, fault.preset)
+def _observed(fault: Fault, folder: Path, device: str) -> tuple[tuple[str, ...], dict[str, float], str]:
+    bench = make_bench(fault.model, fault.preset, device=device)
     guard = guard_of(THOROUGH, bench.learner, bench.sampler)
     fires: list[str] = []
 

@@ -139,9 +139,11 @@ class Corruptor:
             self.bench.touch([name])
 
 
-def run_corruptions(num: int, seed: int, *, on_done: Callable[[int], None] = lambda i: None) -> Tally:
+def run_corruptions(
+    num: int, seed: int, *, device: str = "cpu", on_done: Callable[[int], None] = lambda i: None
+) -> Tally:
     """`num` synchronizations, each with one corruption, every one after an update that moves all weights."""
-    bench, tally = make_bench(), Tally(num=num, seed=seed)
+    bench, tally = make_bench(device=device), Tally(num=num, seed=seed)
     guard = guard_of(GuardConfig(bucket_bytes=BUCKET_BYTES), bench.learner, bench.sampler)
     num_buckets = guard_sync(bench.learner, bench.sampler, guard).sync.num_buckets
     corruptor = Corruptor(bench, seed)
@@ -180,9 +182,9 @@ def run_corruptions(num: int, seed: int, *, on_done: Callable[[int], None] = lam
     return tally
 
 
-def run_healthy(num: int, seed: int, *, on_done: Callable[[int], None] = lambda i: None) -> Tally:
+def run_healthy(num: int, seed: int, *, device: str = "cpu", on_done: Callable[[int], None] = lambda i: None) -> Tally:
     """`num` synchronizations of updates that move all weights, with nothing wrong: every alarm is a false one."""
-    bench, tally = make_bench(), Tally(num=num, seed=seed)
+    bench, tally = make_bench(device=device), Tally(num=num, seed=seed)
     guard = guard_of(GuardConfig(bucket_bytes=BUCKET_BYTES), bench.learner, bench.sampler)
     began = time.perf_counter()
     for i in range(num):
