@@ -13,7 +13,7 @@ from onegrid.report.reading import Run, is_number
 MAX_POINTS = 2000
 """Per line; of longer runs every bin of steps shows its smallest and its largest value, so that no peak is lost."""
 
-STAGES = ("rollout", "reference", "logprob", "update", "sync", "eval")
+STAGES = ("rollout", "scoring", "reference", "logprob", "update", "sync", "eval")
 
 LINES: list[dict[str, Any]] = [
     {

@@ -199,7 +199,8 @@ def _device(run: Run) -> Fact:
     device = str(run.config.get("device", ""))
     gpu = str(versions.get("gpu", "none"))
     on_cpu = device == "cpu" or gpu == "none"
-    value = f"CPU, {versions.get('cpu', '?')}, {versions.get('threads', '?')} threads" if on_cpu else gpu
+    threads = str(versions.get("threads", "?"))
+    value = f"CPU, {versions.get('cpu', '?')}, {threads} thread{'s' * (threads != '1')}" if on_cpu else gpu
     pins = versions.get("pins")
     if not isinstance(pins, dict):
         return Fact(label="Device", value=value, detail="order of sums: proof not recorded")
@@ -209,7 +210,9 @@ def _device(run: Run) -> Fact:
 
 def _software(run: Run) -> Fact:
     names = ("onegrid", "torch", "python")
-    known = [f"{name} {run.versions[name]}" for name in names if name in run.versions]
+    known = [
+        f"{name} {run.versions[name]}" for name in names if run.versions.get(name, "not installed") != "not installed"
+    ]
     return Fact(label="Software", value=", ".join(known) or "not recorded")
 
 

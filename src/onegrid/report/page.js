@@ -3,7 +3,7 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const root = document.documentElement;
   const color = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
-  const line = (i) => (i < 0 ? color("rest") : color("c" + (i % 6)));
+  const line = (i) => (i < 0 ? color("rest") : color("c" + (i % 8)));
   // Plotly reads a few tags in labels; names of runs are text.
   const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
