@@ -261,3 +261,20 @@ def test_case_Q11_Q12_one_amax_for_gate_and_up_and_none_per_shard():
     assert_same_bytes(parts(gate)["amax"], parts(up)["amax"])
     largest = max(float(pair.learner.tensors()[n].to(torch.bfloat16).abs().max()) for n in (gate, up))
     assert float(parts(gate)["amax"]) == largest
+
+
+def test_an_update_after_which_nothing_was_quantized_is_seen_whoever_made_it():
+    for write in (True, False):
+        pair = Pair()
+        pair.sync()
+        wrap(pair.learner, "_quantize", lambda original: None)
+        if write:
+            pair.update()  # counts, quantizes nothing
+        else:
+            with torch.no_grad():
+                pair.learner.masters["lm_head.weight"].mul_(1.5)  # a write that nothing counts but torch
+            pair.learner.version += 1
+        with pytest.raises(FailedChecks) as caught:
+            pair.sync()
+        (verdict,) = caught.value.verdicts
+        assert (verdict.check, verdict.condition) == ("bytes", "C2") and "lm_head.weight" in verdict.tensors

@@ -1,7 +1,7 @@
 """Byte comparison on the learner (C2): what its forward reads is what it publishes, and that is its own masters' grid.
 
-Three links, every tensor. Masters to codes: torch has not written to a master since its codes were made, and the codes
-have the digest that they were made with. Codes to operands: the operands are the bytes that the sampler derived from
+Three links, every tensor. Masters to codes: there was no update, and torch has not written to a master, since its
+codes were made, and the codes have the digest that they were made with. Codes to operands: the operands are the bytes that the sampler derived from
 its own copy of the codes. Operands to linears: every linear reads these operands, with the backward mode of the plan.
 Where something is not as it should be, codes are quantized and operands derived again, and compared byte for byte.
 What none of it sees, a making that does not repeat or a master that changed by itself, is found in turns: with n
@@ -41,7 +41,11 @@ def _compare(learner: Learner, doubted: Iterable[str] | None, per_sync: int) -> 
     live, plan = learner.live, learner.plan
     canonical = dict(zip(live.held, sums_of([canonical_parts(x) for x in live.held.values()]), strict=True))
     turn = due(list(learner.masters), version=learner.version, per_sync=per_sync)
-    in_doubt = [k for k, m in learner.masters.items() if learner.written.get(k) != (m._version, canonical[k])]
+    in_doubt = [
+        key
+        for key, master in learner.masters.items()
+        if learner.written.get(key) != (learner.num_updates, master._version, canonical[key])
+    ]
     wrong, where = _requantized(learner, [*in_doubt, *turn])
     if wrong:
         return failed(

@@ -82,8 +82,9 @@ class Learner:
         self.live.derive()
         self.grad_weights = GradWeights(self.live, self.masters)
         self.align, self.dense = alignment(plan), self.device.type == "cpu" and rows_are_alone(plan)
-        self.written: dict[str, tuple[int, int]] = {}
-        """Of the last quantization, by key: how often torch had written to the master, and the digest of its codes."""
+        self.written: dict[str, tuple[int, int, int]] = {}
+        """Of the last quantization, by key: updates so far, torch's own count of writes to the master (which its fused
+        optimizers do not move), and the digest of the codes."""
         self.rope = rope_table(spec, 0, self.device)
         self.routed: list[Tensor | None] = []
         """Of each micro-batch of the last call: how many recorded experts were found here, of how many."""
@@ -114,7 +115,9 @@ class Learner:
             self.adapters.merge()
         codes = publish(self._values(), self.keys, self.plan, side="learner")
         sums = sums_of([canonical_parts(value) for value in codes.values()])
-        self.written = {key: (self.masters[key]._version, made) for key, made in zip(codes, sums, strict=True)}
+        self.written = {
+            key: (self.num_updates, self.masters[key]._version, made) for key, made in zip(codes, sums, strict=True)
+        }
         for key, value in codes.items():
             self.live.write(key, value)
         self.live.derive()
