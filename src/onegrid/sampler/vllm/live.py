@@ -21,6 +21,8 @@ INPUTS: dict[str, str] = {
     "MarlinNvFp4LinearKernel": "bf16",
     "MarlinFP8ScaledMMLinearKernel": "bf16",
     "MarlinMxFp4LinearKernel": "bf16",
+    "MarlinExperts": "bf16",
+    "BatchedMarlinExperts": "bf16",
     "CPUFp8BlockScaledMMKernel": "bf16",
     "CPUFp8PerTensorScaledMMLinearKernel": "bf16",
     "FlashInferCutlassMxfp8LinearKernel": "mxfp8",
