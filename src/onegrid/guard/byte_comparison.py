@@ -1,8 +1,9 @@
 """Byte comparison on the learner (C2): what its forward reads is what it publishes, and that is its own masters' grid.
 
 Three links, every tensor. Masters to codes: there was no update, and torch has not written to a master, since its
-codes were made, and the codes have the digest that they were made with. Codes to operands: the operands are the bytes that the sampler derived from
-its own copy of the codes. Operands to linears: every linear reads these operands, with the backward mode of the plan.
+codes were made, and the codes have the digest that they were made with. Codes to operands: the operands are the bytes
+that the sampler derived from its own copy of the codes. Operands to linears: every linear reads these operands, with
+the backward mode of the plan.
 Where something is not as it should be, codes are quantized and operands derived again, and compared byte for byte.
 What none of it sees, a making that does not repeat or a master that changed by itself, is found in turns: with n
 storage keys, m a synchronization are made again whatever their digests say, each within ceil(n / m) synchronizations.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ def kept(folder: Path | None, name: str, make: Callable[[], Any], read: Callable
     made = make()
     folder.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(asdict(made)), encoding="utf-8")
+    draft.write_text(json.dumps(_plain(made)), encoding="utf-8")
     draft.rename(path)
     return made
 
@@ -64,6 +64,12 @@ def kills_in_segments(
         total.different += part.different
         done(first + count)
     return total
+
+
+def _plain(made: Any) -> dict[str, Any]:
+    """`asdict`, which would take a counter's pairs for things to count."""
+    counters = {f.name: dict(x) for f in fields(made) if isinstance(x := getattr(made, f.name), Counter)}
+    return asdict(replace(made, **{name: {} for name in counters})) | counters
 
 
 def read_tally(values: dict[str, Any]) -> Tally:

@@ -1,0 +1,54 @@
+"""A long campaign goes on where it was stopped, and adds up to what it would have been."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from onegrid.study import segments
+from onegrid.study.campaign import Outcome
+from onegrid.study.corruptions import Tally
+from onegrid.study.kills import Kills
+
+
+def tally(num, seed):
+    """As if every second one had been caught."""
+    return Tally(num=num, seed=seed, alarms=num // 2, by_check=Counter(digest=num // 2), rows=[{"fault": f"r{seed}"}])
+
+
+def test_pieces_are_made_once_and_added_up(tmp_path):
+    made = []
+
+    def run(num, seed):
+        made.append((num, seed))
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        return tally(num, seed)
+
+    def whole():
+        return segments.in_segments(run, 120, 7, tmp_path, "healthy", lambda done: None)
+
+    try:
+        whole()
+    except KeyboardInterrupt:
+        pass
+    assert len(list(tmp_path.glob("*.json"))) == 2 and not list(tmp_path.glob("*.tmp"))
+    total = whole()
+    assert [num for num, _ in made] == [50, 50, 20, 20] and len({seed for _, seed in made}) == 3
+    assert (total.num, total.alarms, total.by_check, len(total.rows)) == (120, 60, Counter(digest=60), 3)
+    assert whole() == total and len(made) == 4
+
+
+def test_outcomes_and_kills_come_back_as_they_were(tmp_path):
+    from onegrid.guard.verdict import failed
+
+    verdict = failed("digest", "C2", expected="a", found="b", tensors=["t"], where=["row 0"])
+    outcome = Outcome(
+        fault="permuted", condition="C2", caught_by="digest", at="sync 2", named_right=True, seconds=0.1,
+        fires=("digest",), verdicts=(verdict,), changed=1,
+    )  # fmt: skip
+    for _ in range(2):
+        assert segments.kept(tmp_path, "one", lambda: outcome, segments.read_outcome) == outcome
+        kills = segments.kills_in_segments(
+            lambda num, seed: Kills(num=num, same=num, killed=1), 20, 0, tmp_path, lambda done: None
+        )
+        assert (kills.num, kills.same, kills.killed) == (20, 20, 2)
