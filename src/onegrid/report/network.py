@@ -122,7 +122,7 @@ def _cell(tensors: list[dict[str, Any]]) -> Cell:
         parts.append((f"{count} experts: " if len(tensors) > 1 else "") + what + sampler)
     weights = {weight for weight, *_ in kinds}
     label = weights.pop() if len(weights) == 1 else "mixed"
-    shape = " x ".join(map(str, _shape(tensors[0]) or ["?"]))
+    shape = " x ".join(map(str, _shape(tensors[0]))) or "shape unknown"
     rule = ", ".join(sorted({str(t.get("rule", "?")) for t in tensors}))
     name = _EXPERT.sub("experts.*.", tensors[0]["name"]) if len(tensors) > 1 else tensors[0]["name"]
     return Cell(
