@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 
 from onegrid.study import segments
 from onegrid.study.campaign import Outcome
@@ -27,10 +28,8 @@ def test_pieces_are_made_once_and_added_up(tmp_path):
     def whole():
         return segments.in_segments(run, 120, 7, tmp_path, "healthy", lambda done: None)
 
-    try:
+    with suppress(KeyboardInterrupt):
         whole()
-    except KeyboardInterrupt:
-        pass
     assert len(list(tmp_path.glob("*.json"))) == 2 and not list(tmp_path.glob("*.tmp"))
     total = whole()
     assert [num for num, _ in made] == [50, 50, 20, 20] and len({seed for _, seed in made}) == 3

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,7 +42,7 @@ class Expectation:
             raise ConfigError(f"a calibration needs a mean and a positive deviation of every metric; wrong: {wrong}")
 
 
-def calibrate(lines: list[Mapping[str, float]], *, model: str, plan_digest: str, engine: str) -> Expectation:
+def calibrate(lines: Sequence[Mapping[str, float]], *, model: str, plan_digest: str, engine: str) -> Expectation:
     """From the mismatch metrics of at least 20 steps at fixed weights (learning rate 0), audit and digest green."""
     if len(lines) < 20:
         raise ConfigError(f"a calibration from {len(lines)} steps; it needs 20 at least")
