@@ -68,7 +68,8 @@ def kernel_of(module: nn.Module) -> Any:
 def _plain(inside: Inside, module: nn.Module, name: str, *, holds: bool) -> dict[str, Any]:
     """Plain storage that holds the decoded values of the plan's codes is on their grid."""
     place = inside.places[name]
-    fmt = _PLAIN.get(_dtype(module, place), "unknown")
+    dtype = _dtype(module, place)
+    fmt = "absent" if dtype is None else _PLAIN.get(dtype, "unknown")
     planned = inside.plan[name].sampler_weight
     layout = f"rows {place.start}.. of {place.module}" if place.expert is None else f"expert {place.expert}"
     if planned is not None and holds:

@@ -43,11 +43,12 @@ def forget_kernels(model: nn.Module) -> None:
 
 def renew_tied_head(model: nn.Module) -> None:
     """A tied head shares the embedding's storage, but not the copy that its kernel may have made."""
-    head, embedding = getattr(model, "lm_head", None), model.get_submodule("model").embed_tokens
+    head: Any = getattr(model, "lm_head", None)
+    embedding: Any = model.get_submodule("model").embed_tokens
     if head is None or head is embedding or "cpu_linear" not in getattr(head, "__dict__", {}):
         return
-    if head.weight.data_ptr() == embedding.weight.data_ptr():  # type: ignore[operator]
-        head.quant_method.process_weights_after_loading(head)  # type: ignore[union-attr, operator]
+    if head.weight.data_ptr() == embedding.weight.data_ptr():
+        head.quant_method.process_weights_after_loading(head)
 
 
 def settle_buffers(inside: Inside) -> None:

@@ -126,7 +126,9 @@ def tensors_of(
             zeros = torch.zeros(entry["shape"], dtype=torch.bfloat16)
             known = quantize(zeros, QUANTIZERS[entry["format"]])
         assert isinstance(known, QuantTensor)
-        found[name] = dataclasses.replace(known, **views, factor=None)
+        found[name] = dataclasses.replace(
+            known, codes=views["codes"], scales=views["scales"], amax=views.get("amax"), factor=None
+        )
     return found
 
 

@@ -37,12 +37,12 @@ def twin_of(layer: nn.Module) -> nn.Module:
                 tensor = materialize_meta_tensor(meta)
                 poison(tensor)
                 _rebind(tensor, layer, twin)
-                register(name, tensor)
+                register(name, tensor)  # type: ignore[operator]
     for name, parameter in layer._parameters.items():  # such as bias, which no metadata is kept of
         twin._parameters.setdefault(name, parameter)
     for name, buffer in layer._buffers.items():
         twin._buffers.setdefault(name, buffer)
-    method = copy.copy(layer.quant_method)
+    method: Any = copy.copy(layer.quant_method)
     if hasattr(method, "moe_kernel"):
         method.moe_kernel = method.moe_quant_config = None
     twin.quant_method = method
@@ -69,7 +69,8 @@ def fill(twin: nn.Module, place: Place, parts: Mapping[str, Tensor]) -> None:
 
 def process(twin: nn.Module) -> None:
     """What the engine does with a layer's weights when all are there."""
-    twin.quant_method.process_weights_after_loading(twin)  # type: ignore[union-attr, operator]
+    method: Any = twin.quant_method
+    method.process_weights_after_loading(twin)
 
 
 def tensors_of(layer: nn.Module) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -266,7 +267,8 @@ def multiply(inside: Inside, name: str, x_MK: Tensor) -> Tensor:
 
 def product(module: nn.Module, x: Tensor) -> Tensor:
     """[M, N] of `x` [M, K] by a live linear, without its bias."""
-    return module.quant_method.apply(module, x, None)  # type: ignore[union-attr, operator, return-value]
+    method: Any = module.quant_method
+    return method.apply(module, x, None)
 
 
 def identity(start: int, stop: int, width: int, *, like: nn.Module, dtype: torch.dtype) -> Tensor:
