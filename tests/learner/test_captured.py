@@ -62,7 +62,7 @@ class _Never(set):
 
 
 def test_what_a_step_drops_is_captured_anew(gpu):
-    learner = learner_of("dense", "mxfp8", device=gpu)
+    learner = learner_of("dense", "mxfp8", device=gpu, capture=True)
     batch = batch_of(9)
     for _ in range(3):
         learner.forward_backward(batch)

@@ -61,7 +61,7 @@ class LearnerConfig:
     """Rows of one micro-batch at most; a longer sequence goes alone."""
     recompute: bool = False
     """Gradient checkpointing: keep only layer inputs, compute each layer again in the backward pass."""
-    capture: bool = True
+    capture: bool = False
     """On a GPU, run the decoder of a micro-batch as CUDA graphs where that is possible; see learner/captured.py."""
     replay_routing: bool = False
     """Visit the experts that the sampler recorded (sampling.record_routing), not those that the router finds here."""

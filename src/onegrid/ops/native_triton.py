@@ -49,7 +49,7 @@ def _quantize_blocks(
         tl.store(scales_t + tl.program_id(1).to(tl.int64) * K + j, tl.div_rn(one, encode), mask=j < K)
 
 
-def quantize_blocks(x_MK: Tensor, *, pow2: bool, columns: bool, warps: int = 8) -> list[tuple[Tensor, Tensor]]:
+def quantize_blocks(x_MK: Tensor, *, pow2: bool, columns: bool) -> list[tuple[Tensor, Tensor]]:
     """E4M3 [M, K] and FP32 scales [K / 128, M]; where `columns`, also [K, M] and [M / 128, K] of the transpose.
 
     x_MK BF16, K contiguous. NaN gets the NaN code and does not enter a scale; Inf saturates, with scale 1.
@@ -65,6 +65,6 @@ def quantize_blocks(x_MK: Tensor, *, pow2: bool, columns: bool, warps: int = 8) 
     grid = (triton.cdiv(width, BLOCK), triton.cdiv(rows, BLOCK))
     _quantize_blocks[grid](
         x_MK, codes, scales, codes_t, scales_t, rows, width, x_MK.stride(0),
-        POW2=pow2, COLUMNS=columns, B=BLOCK, num_warps=warps,
+        POW2=pow2, COLUMNS=columns, B=BLOCK, num_warps=4 if columns else 16,
     )  # fmt: skip
     return out

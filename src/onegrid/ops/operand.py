@@ -131,7 +131,9 @@ def dequantized(o: Operand) -> Tensor:
         return decoded_values(o)
     values = o.values
     if o.row is not None:
-        row = o.row * torch.tensor(1.0 / 2688.0, device=o.row.device) if o.kind == "nvfp4" else o.row
+        # `full`, since `tensor` would copy from the host, which no graph can
+        factor = torch.full((), 1.0 / 2688.0, dtype=torch.float32, device=o.row.device)
+        row = o.row * factor if o.kind == "nvfp4" else o.row
         values = values.float() * row.unsqueeze(-1)
     if o.block is not None:
         scale = o.block.repeat_interleave(128, dim=-1)[..., : values.shape[-1]]

@@ -79,7 +79,8 @@ def bench_host(shape: str, presets: list[str], device: torch.device, *, layers: 
         native = preset in NATIVE and device.type == "cuda"
         change = {} if layers is None else {"num_hidden_layers": layers}
         spec, plan = plan_of(shape, preset, native=native, **change)
-        learner = Learner(spec, plan, bench.random_tensors(spec, device), LearnerConfig(), device=device)
+        config = LearnerConfig(capture=True)
+        learner = Learner(spec, plan, bench.random_tensors(spec, device), config, device=device)
         batch = few_tokens(spec)
         for _ in range(3):  # the first runs as it is, the second captures
             _host_seconds(learner, batch, device)
