@@ -69,7 +69,7 @@ def test_the_exit_codes_of_the_help_are_those_of_the_documents_and_of_the_progra
                 cli.main()
         assert ended.value.code == code
         assert "Traceback" not in capsys.readouterr().err
-    for args, code in ((["version", "--nothing"], 2), (["config", "nothing"], 1), (["completion", "zsh"], 0)):
+    for args, code in ((["version", "--nothing"], 2), (["report", "nothing"], 1), (["completion", "zsh"], 0)):
         code_of = f"import sys; sys.argv = ['onegrid', *{args}]; from onegrid.cli import main; main()"
         assert run(code_of).returncode == code, args
 
