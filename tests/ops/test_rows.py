@@ -136,10 +136,8 @@ def test_no_token_and_only_padding_rows_are_valid_inputs(device):
     out = Scatter.apply(rows(4, 64, device), places)
     assert not out.any() and (device.type == "cuda" or out.shape == (0, 64))
     assert not Gather.apply(out, places).any()
-    assert grouped_matmul(operand(out, None), operand(rows(3 * 32, 64, device).view(3, 32, 64), None), places).shape == (
-        len(out),
-        32,
-    )
+    weights = operand(rows(3 * 32, 64, device).view(3, 32, 64), None)
+    assert grouped_matmul(operand(out, None), weights, places).shape == (len(out), 32)
 
 
 def test_top_k_gives_ties_to_the_lower_index(device):

@@ -70,9 +70,7 @@ class Replayed(torch.autograd.Function):
     """The decoder of a captured bucket."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x_RD: Tensor, batches: MicroBatches, run: Run, rows: Rows, segments: Segments
-    ) -> Tensor:
+    def forward(ctx: Any, x_RD: Tensor, batches: MicroBatches, run: Run, rows: Rows, segments: Segments) -> Tensor:
         """Hidden states BF16 [R, D]."""
         ctx.batches, ctx.run = batches, run
         run.load(x_RD, rows, segments)

@@ -115,7 +115,7 @@ class GridLinear(torch.autograd.Function):
             dx[rows], part = _dgrad_wgrad(
                 dy[rows], master[expert], shared, site, expert=expert, rows=rows, trained=trained
             )
-            if dw is not None:
+            if dw is not None and part is not None:
                 dw[expert] = part
         return dx, dw, None, None, None
 

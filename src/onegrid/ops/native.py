@@ -127,6 +127,7 @@ def native_matmul(
     elif a.kind == "native_row":
         assert scale_a is not None and scale_b is not None
         scale_a, scale_b = scale_a[:, None], scale_b[None, :]
+    assert scale_a is not None and scale_b is not None
     out = torch._scaled_mm(
         values, b.values.mT, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype, use_fast_accum=False
     )[:num_rows]

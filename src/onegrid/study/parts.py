@@ -171,7 +171,7 @@ def prove_pins(
         {(out, width) for name, (out, width) in shapes.items() if ".experts." not in name},
         stacked={(out, width) for name, (out, width) in shapes.items() if ".experts." in name},
         heads=(spec.num_heads, spec.num_kv_heads, spec.head_dim),
-        routers={shape for name, shape in every.items() if name.endswith(".mlp.gate.weight")},
+        routers={(shape[0], shape[1]) for name, shape in every.items() if name.endswith(".mlp.gate.weight")},
         native=native,
         vocabulary=spec.vocab_size,
         hidden=spec.hidden_size,
