@@ -16,6 +16,7 @@ from torch import Tensor
 from onegrid.errors import NonFiniteError
 from onegrid.formats import Quantizer, QuantTensor, dequantize, quantize
 from onegrid.formats.quantize import Stats
+from onegrid.formats.short_codes import short_codes
 
 PIECE = 1 << 18
 """Elements of a piece; its rows are a multiple of the tallest block."""
@@ -24,6 +25,11 @@ _TALLEST = 128
 
 def quantize_by_rows(x_NK: Tensor, quantizer: Quantizer, amax: Tensor | None) -> QuantTensor:
     """`formats.quantize` of a matrix along its last axis, byte for byte."""
+    short = short_codes(x_NK, quantizer) if amax is None else None
+    if short is not None:
+        codes_NK, scales_NB = short
+        none = torch.zeros((), dtype=torch.int64)
+        return QuantTensor(codes_NK, scales_NB, None, None, tuple(x_NK.shape), quantizer, -1, Stats(none, none, none))
     if amax is None and quantizer.span == "tensor":
         amax = largest(x_NK)
     pieces = [quantize(x_NK[rows], quantizer, amax=amax) for rows in _pieces(x_NK.shape)]
