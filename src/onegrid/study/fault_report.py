@@ -105,7 +105,8 @@ def markdown(
         "",
         f"Written by `{command}` on {device}. Every fault is injected into the real loop of a small mixture of experts "
         "(two layers, four experts, an update that moves every weight in every step) and acts from the third "
-        "synchronization on, on bytes that moved since the version before.",
+        "synchronization on, on bytes that moved since the version before. A smaller campaign of some minutes: "
+        "`onegrid faults --campaign quick --page docs/faults.md`; `--work FOLDER` keeps what is done, and goes on.",
         "",
         f"* {caught} of {len(faults)} faults were caught, {named} of them named rightly (condition, and exactly the "
         "tensors where it concerns tensors); after every refusal the version before was serving, whole, or nothing.",
