@@ -274,7 +274,7 @@ class LiveWeights:
         return [self._product((key,), a, self.read(key), self.bias(key)) for key in keys]
 
     def _product(self, keys: tuple[str, ...], a: Operand, whole: Operand, bias_N: Tensor | None) -> Tensor:
-        packed = None if self.packed is None else self.packed.of(keys, len(a.values), whole)
+        packed = None if self.packed is None else self.packed.of(keys, len(a.values))
         return matmul(a, whole, bias_N=bias_N) if packed is None else packed_matmul(a, packed, whole.row)
 
     def fuses(self, key: str, width: int) -> Quantizer | None:

@@ -1,7 +1,6 @@
-"""Weights that few rows read by kernels of our own, where that is faster and gives the same bytes.
+"""Weights that few rows read from their codes and scales, where that is faster and gives the same bytes.
 
-Of quantized weights the kernels read codes and scales, the canonical storage itself: there is no second copy in another
-layout that could be stale. Of BF16 weights they read what every matmul reads.
+Kernels read the canonical storage itself: there is no second copy in another layout that could be stale.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import torch
 
 from onegrid.formats import Quantizer, QuantTensor
 from onegrid.model.canonical import Canonical
-from onegrid.ops.operand import Operand
 from onegrid.ops.packed_choice import SMALLEST, Choice, choose, packed_rows
 from onegrid.ops.packed_cuda import Packed, covers
 
@@ -35,7 +33,7 @@ class PackedWeights:
         device: torch.device,
     ) -> None:
         self.choices: list[Choice] = []
-        self._packed: dict[tuple[str, ...], Packed | None] = {}
+        self._packed: dict[tuple[str, ...], Packed] = {}
         self._rows: dict[tuple[str, ...], frozenset[int]] = {}
         together = [keys for keys in groups if all(key in held for key in keys)]
         alone = [(key,) for key in held if not any(key in keys for keys in together)]
@@ -44,26 +42,21 @@ class PackedWeights:
             if shape is None:
                 continue
             first, wanted = held[keys[0]], activation[keys[0]]
-            name = first.quantizer.name if isinstance(first, QuantTensor) else "bf16"
-            found = choose(shape, name, "bf16" if wanted is None else wanted.name, device)
+            assert isinstance(first, QuantTensor) and wanted is not None
+            found = choose(shape, first.quantizer.name, wanted.name, device)
             self.choices += [choice for choice in found if choice not in self.choices]
             rows = packed_rows(found)
             if rows:
                 self._rows[keys] = rows
                 self._packed[keys] = _together(held, keys, shape)
 
-    def of(self, keys: tuple[str, ...], num_rows: int, whole: Operand) -> Packed | None:
-        """What one matmul over `num_rows` rows reads, or None where that is `whole`, the decoded operand."""
-        if num_rows not in self._rows.get(keys, ()):
-            return None
-        packed = self._packed[keys]
-        if packed is not None:
-            return packed
-        return Packed(whole.values, whole.values, None, (whole.values.shape[0], whole.values.shape[1]))
+    def of(self, keys: tuple[str, ...], num_rows: int) -> Packed | None:
+        """The packed weight of one matmul over `num_rows` rows, or None where decoded weights are to be read."""
+        return self._packed[keys] if num_rows in self._rows.get(keys, ()) else None
 
     def check(self) -> None:
         """CapabilityError where a weight holds what the kernels do not decode; to be called after every update."""
-        scales = [packed for packed in self._packed.values() if packed is not None and packed.limit < 255]
+        scales = [packed for packed in self._packed.values() if packed.limit < 255]
         if scales and int(torch.stack([packed.scales.max() for packed in scales]).max()) > min(p.limit for p in scales):
             for packed in scales:
                 packed.check()
@@ -82,11 +75,12 @@ def _covered(
     quantizers = [part.quantizer if isinstance(part, QuantTensor) else None for part in parts]
     first = quantizers[0]
     shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
-    kinds = ["decoded" if q is None else q.matmul for q in (first, wanted)]
     if (
-        any(quantizer is not first for quantizer in quantizers)
+        first is None
+        or wanted is None
+        or first.matmul != wanted.matmul
+        or any(quantizer is not first for quantizer in quantizers)
         or any(isinstance(part, QuantTensor) and part.axis != -1 for part in parts)
-        or kinds[0] != kinds[1]
         or any(key.removesuffix("weight") + "bias" in held for key in keys)
         or shape[0] * shape[1] < SMALLEST
         or not covers(first, shape, device)
@@ -95,11 +89,9 @@ def _covered(
     return shape
 
 
-def _together(held: dict[str, Canonical], keys: tuple[str, ...], shape: tuple[int, int]) -> Packed | None:
-    """One storage of the codes and scales of `keys`, of which theirs become views; None for BF16 weights."""
+def _together(held: dict[str, Canonical], keys: tuple[str, ...], shape: tuple[int, int]) -> Packed:
+    """One storage of the codes and scales of `keys`, of which theirs become views."""
     parts = [part for key in keys if isinstance(part := held[key], QuantTensor)]
-    if not parts:
-        return None
     codes, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scales"))
     start = 0
     for key, part in zip(keys, parts, strict=True):

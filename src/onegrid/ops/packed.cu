@@ -1,5 +1,4 @@
-// out [M, N] = x [M, K] w [N, K]^T for few rows M, weights from packed codes and scales or in BF16, FP32 sums with K
-// ascending.
+// out [M, N] = x [M, K] decode(w) [N, K]^T for few rows M, from packed codes and scales, FP32 sums with K ascending.
 //
 // One block makes RT tiles of 16 columns n for all M = 16 MT rows. Warps of three roles share a ring of STAGES stages
 // of 128 k each in shared memory, laid out as the matrix unit's own fragments, so that every load is 16 bytes wide and
@@ -11,8 +10,8 @@
 // k = 4t .. 4t + 3 in the order 0, 2, 1, 3: what decoding by pairs of bytes gives, for weights and x alike.
 //
 // Set by the caller: RT, MT, RPW (tiles of a matrix warp), WW and WX (warps), STAGES, BITS of a weight (4: E2M1,
-// 8: E4M3, 16: BF16), E8M0 (power-of-two scales of 32, else E4M3 scales of 16). Sums of E2M1 are 2^-8 of the true ones
-// until the end.
+// 8: E4M3), E8M0 (power-of-two scales of 32, else E4M3 scales of 16). Sums of E2M1 are 2^-8 of the true ones until the
+// end.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -22,8 +21,8 @@ typedef unsigned char u8;
 #define STAGE_BYTES ((RT + MT) * TILE_BYTES)
 #define MATRIX_WARPS (RT / RPW)
 #define FOUR (BITS == 4)
-#define LOADS (BITS / 2)                // of 16 bytes a lane, for 16 rows x 128 k
-#define UNITS (BITS == 16 ? 1 : 2)      // that a weight warp has on their way
+#define LOADS (BITS / 2)               // of 16 bytes a lane, for 16 rows x 128 k
+#define UNITS 2                        // that a weight warp has on their way
 #define AHEAD (RPW * MT <= 2 ? 4 : 2)  // steps whose fragments a matrix warp holds
 
 __device__ __forceinline__ u32 shared_at(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -81,7 +80,7 @@ struct Lane {
   u32 spots[4];   // places of quarter 0 .. 3 of that row and step
 };
 
-__device__ __forceinline__ Lane lane_of_rows(u32 lane) {  // BF16 and E4M3: a step is a whole piece, or two
+__device__ __forceinline__ Lane lane_of_rows(u32 lane) {  // E4M3: a step is a piece; x: two
   const u32 half = lane >> 4, h = (lane >> 3) & 1, step = lane & 7;
   Lane at = {h * 8 + half, step};
 #pragma unroll
@@ -98,13 +97,12 @@ __device__ __forceinline__ Lane lane_of_nibbles(u32 lane) {  // E2M1: a piece is
 }
 
 // Rows two further are in the next 128 bytes, with the lowest bit of t flipped every time: see `place`.
-__device__ __forceinline__ void load_rows(uint4* v, const u8* x, int row0, int k0, int K, const Lane& lane, bool once) {
+__device__ __forceinline__ void load_rows(uint4* v, const u8* x, int row0, int k0, int K, const Lane& lane) {
   const u8* at = x + ((size_t)(row0 + lane.row) * K + k0 + lane.step * 16) * 2;
   const size_t down = (size_t)K * 4;
 #pragma unroll
   for (int j = 0; j < 8; j++) {
-    const u8* from = at + (j >> 1) * down + (j & 1) * 16;
-    v[j] = once ? stream16(from) : __ldg((const uint4*)from);
+    v[j] = __ldg((const uint4*)(at + (j >> 1) * down + (j & 1) * 16));
   }
 }
 
@@ -124,9 +122,6 @@ struct Unit {  // 16 rows x 128 k of weights, as loaded by one warp
 
 __device__ __forceinline__ void load_unit(
     Unit& u, const u8* codes, const u8* scales, int n0, int k0, int K, const Lane& lane) {
-#if BITS == 16
-  load_rows(u.codes, codes, n0, k0, K, lane, true);
-#else
   const size_t row = n0 + lane.row;
   const int k = k0 + lane.step * 16, width = E8M0 ? 32 : 16, down = FOUR ? 4 : 2;
   const u8* at = codes + (FOUR ? (row * K + k) / 2 : row * K + k);
@@ -137,13 +132,9 @@ __device__ __forceinline__ void load_unit(
     const u8* from = scale + (size_t)j * down * (K / width);
     u.scales[j] = E8M0 ? __ldg(from) : __ldg((const unsigned short*)from);
   }
-#endif
 }
 
 __device__ __forceinline__ void store_unit(const Unit& u, u32 tile, const Lane& lane) {
-#if BITS == 16
-  store_rows(u.codes, tile, lane);
-#else
 #pragma unroll
   for (int j = 0; j < LOADS; j++) {
     const u32 word[4] = {u.codes[j].x, u.codes[j].y, u.codes[j].z, u.codes[j].w};
@@ -174,7 +165,6 @@ __device__ __forceinline__ void store_unit(const Unit& u, u32 tile, const Lane& 
     }
 #endif
   }
-#endif
 }
 
 __device__ __forceinline__ void mma(float* c, const uint4& a, u32 b0, u32 b1) {
@@ -265,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(32 * (MATRIX_WARPS + WW + WX), 1) p
 #if FOUR
             v *= 256.0f;
 #endif
-#if BITS != 16 && !E8M0
+#if !E8M0
             v = __fmul_rn(__fmul_rn(v, __uint_as_float(0x34149B93u)), __fmul_rn(x_row[m], w_row[n]));
 #endif
             out[(size_t)m * N + n] = to_bf16(v);
@@ -306,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(32 * (MATRIX_WARPS + WW + WX), 1) p
       const int stage = q / MT, tile = q % MT;
       const u32 slot = stage % STAGES;
       uint4 v[8];
-      load_rows(v, x, tile * 16, stage * 128, K, mine, false);
+      load_rows(v, x, tile * 16, stage * 128, K, mine);
       if (stage >= STAGES) wait(empty + 8 * slot, (stage / STAGES - 1) & 1);
       store_rows(v, base + slot * STAGE_BYTES + (RT + tile) * TILE_BYTES, mine);
       __syncwarp();

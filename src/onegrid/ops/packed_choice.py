@@ -32,7 +32,6 @@ class Choice:
     shape: tuple[int, int]
     """(N, K) of the weight."""
     weight: str
-    """Quantizer, or "bf16"."""
     rows: int
     decoded_us: float
     packed_us: float
@@ -43,33 +42,27 @@ class Choice:
 
 @lru_cache(maxsize=256)
 def choose(shape: tuple[int, int], weight: str, activation: str, device: torch.device) -> tuple[Choice, ...]:
-    """Measures random weights of `shape` at every batch of ROWS. Quantizers by name, "bf16" for none."""
+    """Measures random weights of `shape` at every batch of ROWS. Quantizers by name."""
     pin(device)
     generator = torch.Generator(device=device).manual_seed(0)
 
     def draw(*size: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(size, generator=generator, device=device) * scale).to(torch.bfloat16)
 
-    values = draw(*shape, scale=0.02)
-    if weight == "bf16":
-        decoded = operand(values, None)
-        first = Packed(values, values, None, shape)
-    else:
-        q = quantize(values, QUANTIZERS[weight])
-        decoded = operand_of(q)
-        first = Packed(q.codes, q.scales, q.quantizer, shape)
+    q = quantize(draw(*shape, scale=0.02), QUANTIZERS[weight])
+    decoded = operand_of(q)
     row = None if decoded.row is None else decoded.row.contiguous()
     decoded = Operand(decoded.values, decoded.kind, row)
     copies = [
-        Packed(first.codes.clone(), first.scales if weight == "bf16" else first.scales.clone(), first.quantizer, shape)
-        for _ in range(-(-BEYOND_CACHE // first.codes.nbytes))
+        Packed(q.codes.clone(), q.scales.clone(), q.quantizer, shape)
+        for _ in range(-(-BEYOND_CACHE // (q.codes.nbytes + q.scales.nbytes)))
     ]
     others = [
         Operand(decoded.values.clone(), decoded.kind, row) for _ in range(-(-BEYOND_CACHE // decoded.values.nbytes))
     ]
     found = []
     for rows in ROWS:
-        a = operand(draw(rows, shape[1]), QUANTIZERS.get(activation))
+        a = operand(draw(rows, shape[1]), QUANTIZERS[activation])
         want, have = matmul(a, decoded), packed_matmul(a, copies[0], row)
         same = torch.equal(want.view(torch.int16), have.view(torch.int16))
         slow = _microseconds([partial(matmul, a, other) for other in others])

@@ -1,4 +1,4 @@
-"""Matmuls at few rows from packed codes and scales, or BF16 weights: `packed.cu`, with the bytes of the library's.
+"""Matmuls at few rows from packed codes and scales: `packed.cu`, with the bytes of the decoded weights' matmul.
 
 Decoded values are exact in BF16, and `mma` adds K in ascending steps of 16 as cuBLAS does under the pins, so FP32 sums
 have the same bits (measured at every shape that tests/ops/test_packed.py runs; `model.live` proves the model's own).
@@ -27,21 +27,17 @@ _TILE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Canonical codes and scales of a weight [N, K], or of several one below the other, as they lie in live storage.
-
-    quantizer  None: `codes` and `scales` are both the BF16 values
-    """
+    """Canonical codes and scales of a weight [N, K], or of several one below the other, as they lie in live storage."""
 
     codes: Tensor
     scales: Tensor
-    quantizer: Quantizer | None
+    quantizer: Quantizer
     shape: tuple[int, int]
 
     @property
     def limit(self) -> int:
         """Largest scale byte that the kernel decodes."""
-        q = self.quantizer
-        return LARGEST_BYTE[q.fmt.name] if q is not None and q.scale == "e8m0" else 255
+        return LARGEST_BYTE[self.quantizer.fmt.name] if self.quantizer.scale == "e8m0" else 255
 
     def check(self) -> None:
         """CapabilityError where a block's scale is beyond `limit`. Waits for the device."""
@@ -54,13 +50,11 @@ class Packed:
 
 
 def covers(quantizer: Quantizer | None, shape: tuple[int, ...], device: torch.device) -> bool:
-    """Whether `packed_matmul` knows the weights: BF16, MXFP8, MXFP4, NVFP4 in blocks of 1 x w, K of whole stages."""
+    """Whether `packed_matmul` knows the weights: MXFP8, MXFP4, NVFP4 in blocks of 1 x w, K of whole stages."""
     return (
-        (
-            quantizer is None
-            or (quantizer.fmt.name, quantizer.scale, quantizer.block)
-            in (("e4m3", "e8m0", (1, 32)), ("e2m1", "e8m0", (1, 32)), ("e2m1", "e4m3", (1, 16)))
-        )
+        quantizer is not None
+        and (quantizer.fmt.name, quantizer.scale, quantizer.block)
+        in (("e4m3", "e8m0", (1, 32)), ("e2m1", "e8m0", (1, 32)), ("e2m1", "e4m3", (1, 16)))
         and len(shape) == 2
         and shape[0] % 16 == 0
         and shape[1] % 128 == 0
@@ -89,8 +83,7 @@ def packed_matmul(a: Operand, weight: Packed, row_N: Tensor | None) -> Tensor:
     stages = min(12, _SHARED_BYTES // stage)
     run = kernel(
         "packed.cu", "packed_matmul", shared_bytes=stages * stage, RT=tiles, MT=pairs, RPW=per_warp, WW=weight_warps,
-        WX=x_warps, STAGES=stages, BITS=16 if quantizer is None else quantizer.fmt.bits,
-        E8M0=int(quantizer is None or quantizer.scale == "e8m0"),
+        WX=x_warps, STAGES=stages, BITS=quantizer.fmt.bits, E8M0=int(quantizer.scale == "e8m0"),
     )  # fmt: skip
     out = torch.empty(num_rows, num_columns, dtype=torch.bfloat16, device=x.device)
     factors = (x, x) if a.row is None or row_N is None else (a.row.contiguous(), row_N)
