@@ -18,6 +18,7 @@ from torch import Tensor
 
 from onegrid.learner.packing import Packed
 from onegrid.model.decoder import Rows
+from onegrid.ops.capture import capturing
 from onegrid.ops.packed_attention import Segments
 from onegrid.ops.pins import round_up
 
@@ -143,11 +144,11 @@ class MicroBatches:
         places = Segments(segments.first_B.clone(), segments.length_B.clone(), segments.longest, segments.rectangle)
         run = Run(x, static, places, torch.zeros_like(x_RD), keep)
         stream = torch.cuda.Stream(x.device)
-        options: dict[str, Any] = {"pool": self.pool, "stream": stream, "capture_error_mode": "thread_local"}
+        options: dict[str, Any] = {"pool": self.pool, "stream": stream}
         torch.cuda.synchronize(x.device)
-        with torch.cuda.graph(run.forward, **options):
+        with capturing(run.forward, **options):
             hidden = decode(x, static, places)
-        with torch.cuda.graph(run.backward, **options):
+        with capturing(run.backward, **options):
             x.grad.zero_()
             hidden.backward(run.dhidden_RD)
         run.hidden_RD = hidden.detach()

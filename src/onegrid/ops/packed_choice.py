@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onegrid.formats import QUANTIZERS, quantize
+from onegrid.ops.capture import capturing
 from onegrid.ops.linear import matmul
 from onegrid.ops.operand import Operand, operand, operand_of
 from onegrid.ops.packed_cuda import MOST_ROWS, Packed, packed_matmul
@@ -86,7 +87,7 @@ def _microseconds(calls: list[Callable[[], Tensor]]) -> float:
     calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with capturing(graph):
         for call in calls:
             call()
     times = []

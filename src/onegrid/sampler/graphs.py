@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from onegrid.model.decoder import Rows
+from onegrid.ops.capture import capturing
 from onegrid.ops.logprob import log_probs
 from onegrid.ops.pins import TILE, round_up
 from onegrid.sampler.cache import Cache, DecodeAttend
@@ -146,8 +147,12 @@ class Graphs:
                 step(model, twin, scratch, rows, sampling.temperature, stop_K, record)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            step(model, self.cache, self.state, rows, sampling.temperature, stop_K, record)
+        try:
+            with capturing(graph, pool=self.pool):
+                step(model, self.cache, self.state, rows, sampling.temperature, stop_K, record)
+        except BaseException:
+            self.reset()  # a pool whose capture broke off takes no other
+            raise
         self.reads = addresses_of(model.weights.operands)
         return graph
 

@@ -1,0 +1,30 @@
+"""Capturing work as a CUDA graph while nothing else frees what graphs hold."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
+    """`torch.cuda.graph` of this thread alone, with Python's collector at rest.
+
+    A graph that nobody owns any more is often part of a cycle. Were it collected inside the block, its destruction would
+    call what no capture permits, and the capture would fail for a reason that has nothing to do with it.
+
+    options  of `torch.cuda.graph`: pool, stream
+    """
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
+            yield
+    finally:
+        if was_enabled:
+            gc.enable()
