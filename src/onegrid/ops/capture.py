@@ -14,8 +14,8 @@ import torch
 def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     """`torch.cuda.graph` of this thread alone, with Python's collector at rest.
 
-    A graph that nobody owns any more is often part of a cycle. Were it collected inside the block, its destruction would
-    call what no capture permits, and the capture would fail for a reason that has nothing to do with it.
+    A graph that nobody owns any more is often part of a cycle. Were it collected inside the block, its destruction
+    would call what no capture permits, and the capture would fail for a reason that has nothing to do with it.
 
     options  of `torch.cuda.graph`: pool, stream
     """

@@ -193,7 +193,7 @@ def step(
     routes: list[Tensor] | None = [] if record_routing else None
     hidden_ND.copy_(model.hidden(Rows(tokens_N=token_N, positions_N=position_N, mask_N=None), attend, routes))
     if routes is not None and state.routing_SRLK is not None:
-        # Of a slot that has ended nothing is read behind its length; the clamped column of a full one keeps what it has.
+        # Of a slot that has ended nothing is read behind its length; a full one's clamped column keeps what it has.
         held_SRLK = state.routing_SRLK[rows]
         at_N = length_N.clamp(max=held_SRLK.shape[1] - 1)
         row_N = torch.arange(num_rows, device=length_N.device)
