@@ -126,11 +126,16 @@ def test_probe_gives_the_whole_distribution_and_does_not_serve(dense):
         dense.sampler.probe([(1,)], captured=True)
 
 
-def test_nothing_is_served_before_the_first_version_is_proved():
-    running = start("dense", "bf16")
+def test_nothing_is_served_before_a_version_is_proved_and_raw_log_probs_are_right_at_temperature_one():
+    running = start("dense", "bf16", dtype="float32", logprobs="raw")
     try:
         with pytest.raises(SyncError, match="synchronize first"):
             running.sampler.generate(requests_of(1))
+        snapshot = running.snapshot()
+        running.push(snapshot)
+        model = oracle(running, snapshot)
+        for rollout in running.sampler.generate(requests_of(4)):
+            assert float((rollout.logp_R - expected_logp(model, rollout)).abs().max()) < 1e-4
     finally:
         running.sampler.close()
 

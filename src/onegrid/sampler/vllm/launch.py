@@ -28,10 +28,8 @@ BLOCK = 32
 """Positions that share a place in the prefix cache; the smallest that vLLM's CPU kernels like."""
 
 _HERE: list[Any] = []
-"""Engines in this process that are in use."""
-_RETIRED: list[Any] = []
-"""Engines in this process that are not. They share vLLM's process groups with those in use and would take them along,
-so all end with the last one."""
+"""Engines in this process. They share vLLM's process groups, which the end of one takes from the others, so only the
+last one is shut down; those before it are let go."""
 
 
 def launch(
@@ -194,11 +192,14 @@ class Launched:
             engine.llm_engine.engine_core.shutdown()
             return
         _HERE[:] = [other for other in _HERE if other is not engine]
-        _RETIRED.append(engine)
-        if not _HERE:
-            while _RETIRED:
-                _RETIRED.pop().llm_engine.engine_core.shutdown()
-            gc.collect()
+        core = engine.llm_engine.engine_core
+        at_exit = getattr(core, "_finalizer", None)
+        if _HERE and at_exit is not None:
+            at_exit.detach()
+        elif not _HERE:
+            core.shutdown()
+        gc.unfreeze()  # vLLM hides what it has allocated at its start from the collector
+        gc.collect()
 
 
 def save(path: Path, x: Tensor) -> None:

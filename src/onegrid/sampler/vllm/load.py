@@ -25,7 +25,9 @@ def load(inside: Inside, model_config: Any) -> None:
     initialize_layerwise_reload(model)
     try:
         model.load_weights(  # type: ignore[operator]
-            checkpoint_items(inside.tensors, inside.plan, inside.road, inside.dtype)
+            checkpoint_items(
+                ((name, inside.canonical(name)) for name in inside.tensors), inside.plan, inside.road, inside.dtype
+            )
         )
     finally:
         finalize_layerwise_reload(model, model_config)

@@ -17,7 +17,7 @@ What belongs to no canonical tensor (tables of rotary embeddings, scales of the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,8 +47,21 @@ class Inside:
     plan: Plan
     road: Road
     dtype: torch.dtype
+    device: torch.device
     kept: dict[str, int] = field(default_factory=dict)
     addresses: dict[str, int] = field(default_factory=dict)
+
+    def canonical(self, name: str) -> Canonical:
+        """A tensor on the engine's device, where it is decoded."""
+        x = self.tensors[name]
+        if isinstance(x, Tensor):
+            return x.to(self.device)
+        amax = None if x.amax is None else x.amax.to(self.device)
+        return replace(x, codes=x.codes.to(self.device), scales=x.scales.to(self.device), amax=amax)
+
+    def values(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """See `wire.values_of`, on the engine's device."""
+        return values_of(self.canonical(name), self.dtype if dtype is None else dtype)
 
     def module(self, place: Place) -> nn.Module:
         """The module that holds a tensor. Experts may be one level below the name of the checkpoint."""
@@ -129,7 +142,7 @@ def _stored(inside: Inside, module: nn.Module, name: str, place: Place) -> list[
     if not live.numel():
         return []  # the kernel has taken the weight over; see _through_kernel
     rows = live[place.start : place.start + place.shape[0]]
-    want = values_of(inside.tensors[name], inside.dtype).to(rows.device)
+    want = inside.values(name)
     if rows.shape != want.shape:
         return [(name, "C5", f"{tuple(rows.shape)} where {tuple(want.shape)} belongs")]
     wrong = int((rows.float() != want.float()).sum())
@@ -144,7 +157,7 @@ def _as_twin(inside: Inside, module: nn.Module, places: dict[str, Place]) -> lis
         if place.leaf != "weight":
             faults += _stored(inside, module, name, place)
             continue
-        canonical = inside.tensors[name]
+        canonical = inside.canonical(name)
         if is_plain(module) or inside.road == "online" or isinstance(canonical, Tensor):
             parts = {"weight": next(iter(tensors_for(name, canonical, inside.plan, "online", inside.dtype).values()))}
         else:
@@ -162,10 +175,17 @@ def _as_twin(inside: Inside, module: nn.Module, places: dict[str, Place]) -> lis
     if strange:
         told = f"holds {', '.join(strange[:4])} that its twin does not, or lacks them"
         return [(name, "C3", told) for name in weights]
-    for path in live.keys() & want.keys():  # what a kernel makes for itself while it runs has no twin
-        for name in _differing(live[path], want[path], {name: places[name] for name in weights}):
+    for path in (path for path in live if path in want):  # what a kernel makes for itself while it runs has no twin
+        read = [name for name in weights if _reads(places[name], path)]
+        for name in _differing(live[path], want[path], {name: places[name] for name in read}):
             faults.append((name, "C3", f"{path} of {places[name].module} does not follow from the canonical bytes"))
     return list(dict.fromkeys(faults))
+
+
+def _reads(place: Place, path: str) -> bool:
+    """Whether a tensor of a layer can hold a weight: of experts, "w13" is gate and up, "w2" is down."""
+    leaf = path.rpartition(".")[2]
+    return not leaf.startswith("w2_" if place.shard in ("w1", "w3") else "w13_")
 
 
 def _codes(inside: Inside, module: nn.Module, places: dict[str, Place]) -> list[Fault]:
@@ -176,7 +196,7 @@ def _codes(inside: Inside, module: nn.Module, places: dict[str, Place]) -> list[
     """
     faults: list[Fault] = []
     for name, place in places.items():
-        canonical = inside.tensors[name]
+        canonical = inside.canonical(name)
         if isinstance(canonical, Tensor):
             continue
         leaf = "weight" if place.expert is None else ("w2_weight" if place.shard == "w2" else "w13_weight")
@@ -190,7 +210,7 @@ def _codes(inside: Inside, module: nn.Module, places: dict[str, Place]) -> list[
             continue
         rows = held if held.shape[1] == place.shape[1] else held.T
         codes = rows[place.start : place.start + place.shape[0]].contiguous().view(torch.uint8)
-        wrong = int((codes != canonical.codes.to(codes.device)).sum())
+        wrong = int((codes != canonical.codes).sum())
         if wrong:
             faults.append((name, "C2", f"{wrong} codes that the engine made are not the plan's: its own rounding"))
     return faults
@@ -224,16 +244,16 @@ def _through_kernel(inside: Inside, module: nn.Module, places: dict[str, Place])
     """What the kernel of a linear makes of the identity, against the values."""
     faults: list[Fault] = []
     width = next(iter(places.values())).shape[1]
-    want = {name: values_of(inside.tensors[name], torch.float32) for name in places}
+    want = {name: inside.values(name, torch.float32) for name in places}
     wrong = dict.fromkeys(places, 0)
     coded = not is_plain(module)
     unit = 6.0 if coded and any("nvfp4" in (inside.plan[n].sampler_weight or "") for n in places) else 1.0
     for start in range(0, width, IDENTITY_ROWS):
         stop = min(start + IDENTITY_ROWS, width)
-        out = product(module, unit * identity(start, stop, width, like=module, dtype=inside.dtype)).float() / unit
+        out = product(module, unit * identity(start, stop, width, like=inside)).float() / unit
         for name, place in places.items():
             got = out[:, place.start : place.start + place.shape[0]].T
-            wanted = want[name][:, start:stop].to(got.device)
+            wanted = want[name][:, start:stop]
             exact = not coded or _is_mx(inside.plan[name].sampler_weight)
             slack = torch.zeros_like(wanted) if exact else wanted.abs() * ROUNDINGS + 1e-30
             wanted = wanted.to(inside.dtype).float() if exact else wanted
@@ -260,9 +280,9 @@ def multiply(inside: Inside, name: str, x_MK: Tensor) -> Tensor:
     """[M, N] of `x` by the kernel that reads a canonical weight, its bias included, in the engine's dtype."""
     place = inside.places[name]
     module = inside.module(place)
-    out = product(module, x_MK.to(inside.dtype))[:, place.start : place.start + place.shape[0]]
-    bias = inside.tensors.get(name.removesuffix("weight") + "bias")
-    return out if bias is None else out + values_of(bias, inside.dtype).to(out.device)
+    out = product(module, x_MK.to(inside.device, inside.dtype))[:, place.start : place.start + place.shape[0]]
+    bias = name.removesuffix("weight") + "bias"
+    return out + inside.values(bias) if bias in inside.tensors else out
 
 
 def product(module: nn.Module, x: Tensor) -> Tensor:
@@ -271,10 +291,9 @@ def product(module: nn.Module, x: Tensor) -> Tensor:
     return method.apply(module, x, None)
 
 
-def identity(start: int, stop: int, width: int, *, like: nn.Module, dtype: torch.dtype) -> Tensor:
-    """Rows start .. stop of the identity of `width`, on the device of a module."""
-    device = next((p.device for p in like.parameters()), torch.device("cpu"))
-    eye = torch.zeros(stop - start, width, dtype=dtype, device=device)
+def identity(start: int, stop: int, width: int, *, like: Inside) -> Tensor:
+    """Rows start .. stop of the identity of `width`, as a model wants its inputs."""
+    eye = torch.zeros(stop - start, width, dtype=like.dtype, device=like.device)
     eye[torch.arange(stop - start), torch.arange(start, stop)] = 1.0
     return eye
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -98,8 +98,8 @@ def parts_for(name: str, canonical: QuantTensor, plan: Plan, road: Road) -> dict
 
 
 def checkpoint_items(
-    tensors: Mapping[str, Canonical], plan: Plan, road: Road, dtype: torch.dtype
+    tensors: Iterable[tuple[str, Canonical]], plan: Plan, road: Road, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """Every key and tensor of a version, as an engine's loader wants them, one weight in memory at a time."""
-    for name, canonical in tensors.items():
+    for name, canonical in tensors:
         yield from tensors_for(name, canonical, plan, road, dtype).items()

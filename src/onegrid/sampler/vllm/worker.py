@@ -34,6 +34,7 @@ class OnegridWorker:
             plan=Plan.from_json(plan),
             road=road,  # type: ignore[arg-type]
             dtype=config.model_config.dtype,
+            device=torch.device(self.device),  # type: ignore[attr-defined]
         )
         from onegrid.sampler.vllm.load import settle_buffers
 
