@@ -99,6 +99,7 @@ def launch(
             raise CapabilityError(f"vLLM does not start with this plan and configuration: {error}") from error
     launched = Launched(engine, config, folder=folder, max_len=max_len, on_cpu=on_cpu)
     launched.ask("onegrid_open", str(folder), config.road, spec.to_hf_config(), plan.to_json())
+    (folder / "canonical").unlink()  # both sides have it mapped; a process that is killed leaves no memory behind
     return launched
 
 
