@@ -251,6 +251,14 @@ def faults(
 @click.option("--max-len", type=click.IntRange(min=1), default=1024, show_default=True, help="Prompt and response.")
 @click.option("--max-body-mib", type=click.IntRange(min=1), default=256, show_default=True, help="Of one request.")
 @click.option("--update-seconds", type=float, default=60.0, show_default=True, help="Silence that ends an update.")
+@click.option("--engine", type=click.Choice(["embedded", "vllm"]), default="embedded", show_default=True)
+@click.option(
+    "--road",
+    type=click.Choice(["decoded", "online", "modelopt", "compressed-tensors", "deepseek"]),
+    default="decoded",
+    show_default=True,
+    help="How weights go into vLLM; see sampler.vllm.road.",
+)
 def serve(
     checkpoint: Path,
     recipe: str,
@@ -262,6 +270,8 @@ def serve(
     max_len: int,
     max_body_mib: int,
     update_seconds: float,
+    engine: str,
+    road: str,
 ) -> None:
     """Serve CHECKPOINT over HTTP: as the sampler of a training elsewhere, and through the OpenAI API.
 
@@ -284,6 +294,8 @@ def serve(
         max_len=max_len,
         max_body_mib=max_body_mib,
         update_seconds=update_seconds,
+        engine=engine,
+        road=road,
     )
 
 

@@ -5,21 +5,26 @@ from __future__ import annotations
 import ipaddress
 import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from onegrid.cli.plan import plan_of
 from onegrid.errors import ConfigError
+from onegrid.model.canonical import Snapshot
 from onegrid.model.spec import ModelSpec
 from onegrid.ops.memory import keep_freed_memory
 from onegrid.ops.selftest import require
 from onegrid.rl.hf_tokenizer import ChatTemplate, has_chat_template
 from onegrid.rl.tokenizer import load_tokenizer, stop_tokens
+from onegrid.sampler.base import Sampler
 from onegrid.sampler.engine import Engine, SamplerConfig
 from onegrid.sampler.remote import read_token
+from onegrid.sampler.vllm.config import VllmConfig
 from onegrid.study.parts import find_device, prove_pins
-from onegrid.study.samplers import UNTRAINED, bits_within, published
+from onegrid.study.samplers import UNTRAINED, bits_within, closing_sampler, make_sampler, published
+from onegrid.sync import push
 
 
 def run(
@@ -34,6 +39,8 @@ def run(
     max_len: int,
     max_body_mib: int,
     update_seconds: float,
+    engine: str = "embedded",
+    road: str = "decoded",
 ) -> None:
     """See `onegrid serve --help`."""
     try:
@@ -64,7 +71,14 @@ def run(
     if plan.exact:
         require(proof)
     config = SamplerConfig(max_slots=max_slots, max_len=min(max_len, spec.max_positions))
-    sampler = Engine(live, config, version=UNTRAINED, decode_text=tokenizer.decode)
+    sampler: Sampler
+    if engine == "vllm":
+        config = replace(config, engine="vllm", vllm=VllmConfig(road=road))  # type: ignore[arg-type]
+        sampler = make_sampler(config, live, proof, decode_text=tokenizer.decode)
+        tensors = {name: live.canonical(name) for name in live.names()}
+        push(Snapshot(version=UNTRAINED, plan_digest=plan.digest, tensors=tensors), sampler)
+    else:
+        sampler = Engine(live, config, version=UNTRAINED, decode_text=tokenizer.decode)
     service = Service(
         sampler,
         plan_digest=plan.digest,
@@ -81,7 +95,7 @@ def run(
     )
     hosts = None if token else ["127.0.0.1", "localhost", "[::1]", host]
     app = make_app(service, more=OpenAI(service, model).routes(), hosts=hosts)
-    with bind(host, port) as listening:
+    with closing_sampler(sampler), bind(host, port) as listening:
         name = f"[{host}]" if ":" in host else host
         console.print(f"plan {plan.digest[:16]} of {plan.recipe_name}, version {UNTRAINED} until a learner sends one")
         console.print(f"serving {model.name} on http://{name}:{listening.getsockname()[1]}", soft_wrap=True)

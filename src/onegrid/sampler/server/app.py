@@ -256,8 +256,8 @@ class Service:
     def routes(self) -> list[Route]:
         """Addresses of the sampler protocol."""
         asked = (self.status, self.describe)
-        told = (self.begin, self.receive, self.commit, self.abort, self.accept, self.digest, self.stored, self.generate)
-        told += (self.probe, self.multiply, self.adopt, self.sleep, self.wake)
+        told = [self.begin, self.receive, self.commit, self.abort, self.accept, self.digest, self.stored, self.generate]
+        told += [self.probe, self.multiply, self.adopt, self.sleep, self.wake]
         found = [Route("/health", _health, methods=["GET"])]
         found += [Route(PREFIX + e.__name__, self._guarded(e), methods=["GET"]) for e in asked]
         return found + [Route(PREFIX + e.__name__, self._guarded(e), methods=["POST"]) for e in told]
