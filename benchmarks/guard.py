@@ -29,6 +29,7 @@ from onegrid.guard import audit, byte_comparison, digests, freshness, probe, sel
 from onegrid.guard.guard import CHECKS, Guard, GuardConfig, guard_of, guard_sync
 from onegrid.learner import learner
 from onegrid.learner.config import LearnerConfig
+from onegrid.ops.pins import pin
 from onegrid.rl.loop import train
 from onegrid.rl.progress import Display
 from onegrid.rl.record import Record
@@ -179,6 +180,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads")
     device = torch.device(arguments.device)
+    pin(device)
     print(f"digest {digest_speed((64 if device.type == 'cpu' else 4096) << 20, device) / 1e9:.3f} GB a second")
     if arguments.shape:
         at_shape(arguments.shape, layers=arguments.layers, tokens=arguments.tokens, device=device)

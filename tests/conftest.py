@@ -8,13 +8,19 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from onegrid.ops.pins import pin
+
 NO_GPU = "needs a GPU"
 REQUIRE_ALL = os.environ.get("ONEGRID_REQUIRE_ALL") == "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One thread: the tests are small, and threads that wait for each other on two cores cost more than they give."""
+    """One thread: the tests are small, and threads that wait for each other on two cores cost more than they give.
+
+    The pins count only before the first product on a GPU, which may be one of a test that knows nothing of them.
+    """
     torch.set_num_threads(1)
+    pin("cuda")
 
 
 @pytest.fixture(params=["cpu", "cuda"])

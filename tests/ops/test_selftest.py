@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from onegrid.errors import CapabilityError
 from onegrid.ops import selftest
+from onegrid.ops.pins import WORKSPACE, pin
 from onegrid.ops.table import kernels_for
 
 SHAPES = {
@@ -59,3 +63,31 @@ def test_flushed_subnormals_are_named():
     finally:
         selftest.pin = monkey
         torch.set_flush_denormal(False)
+
+
+def test_pins_are_set_whether_the_gpu_has_started_or_not(monkeypatch):
+    for name in WORKSPACE:
+        monkeypatch.setenv(name, "of another library")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    pin("cuda")
+    assert {name: os.environ[name] for name in WORKSPACE} == WORKSPACE
+
+
+LATE = """
+import torch
+x = torch.zeros(1 << 20, device="cuda")  # somebody has used the GPU, and multiplied nothing
+from onegrid.ops import selftest
+from onegrid.ops.table import kernels_for
+selftest.require(
+    selftest.self_test(
+        [(4096, 4096), (4096, 12288), (6144, 4096)], heads=(32, 8, 128), vocabulary=4096, max_rows=512, device="cuda",
+        kernels=kernels_for("cuda", num_heads=32, num_groups=8, head_dim=128),
+    )
+)
+"""
+
+
+def test_rows_are_independent_where_the_gpu_was_used_before_the_pins(gpu):
+    environment = {name: value for name, value in os.environ.items() if name not in WORKSPACE}
+    done = subprocess.run([sys.executable, "-c", LATE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

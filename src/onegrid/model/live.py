@@ -51,7 +51,7 @@ class LiveWeights:
         kernels: str = "auto",
         weights: str = "auto",
     ) -> None:
-        pin(device)  # before anything is allocated there: some switches count only then
+        pin(device)
         self.spec, self.plan, self.side = spec, plan, side
         self.device = torch.device(device)
         self.kernels = kernels_for(

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 WORKSPACE = {"CUBLASLT_WORKSPACE_SIZE": "1", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}
-"""What cuBLAS must find in the environment before CUDA starts, or it splits K for some shapes at few rows."""
+"""What torch must find in the environment at the first product on a GPU, or cuBLAS splits K for some shapes at few
+rows. It looks once in a process."""
 
 TILE = 16
 """Rows are padded to a multiple of this before every matmul."""
@@ -28,9 +29,10 @@ CHUNK = 32
 def pin(device: torch.device | str = "cpu") -> None:
     """Sets the switches that fix the order of sums. Call once before the first matmul; cheap to repeat.
 
-    On CUDA the workspace variables of cuBLAS only count before CUDA starts; `self_test` names what suffers after that.
+    On CUDA the workspace variables only count before the first product of the process, whoever asks for it; `self_test`
+    names what suffers after that.
     """
-    if torch.device(device).type == "cuda" and not torch.cuda.is_initialized():
+    if torch.device(device).type == "cuda":
         os.environ.update(WORKSPACE)  # another library's value would change the order of sums
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

@@ -6,7 +6,6 @@ rows, computes them in the largest and in small batches, and compares bytes, ope
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -188,12 +187,8 @@ def _norm(kernels: Kernels, scale: Tensor, x: Tensor) -> Tensor:
 def require(proof: Proof) -> None:
     """Raises CapabilityError naming the operations whose rows depend on their company."""
     if not proof.passed:
-        hint = ""
-        if proof.device.startswith("cuda"):
-            wrong = [
-                f"{name}={os.environ.get(name)}" for name, want in WORKSPACE.items() if os.environ.get(name) != want
-            ]
-            hint = f"; set {WORKSPACE} before CUDA starts (now {', '.join(wrong)})" if wrong else ""
+        early = f"; if something multiplied on the GPU before the pins were set, set {WORKSPACE} in the environment"
+        hint = early if proof.device.startswith("cuda") else ""
         raise CapabilityError(
             f"on {proof.instructions} with torch {proof.torch} rows depend on their batch in: "
             f"{', '.join(proof.failed)}; learner and sampler could differ{hint}"
