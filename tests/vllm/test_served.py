@@ -10,6 +10,8 @@ from tests.bytes import assert_same_bytes
 from tests.sampler.served import connected, serving
 from tests.sampler.tiny import requests_of
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
 
 def test_a_served_vllm_takes_versions_and_gives_the_tokens_of_the_engine_itself(moe_engine):
     digest = moe_engine.plan.digest

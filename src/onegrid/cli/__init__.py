@@ -251,7 +251,9 @@ def faults(
 @click.option("--max-len", type=click.IntRange(min=1), default=1024, show_default=True, help="Prompt and response.")
 @click.option("--max-body-mib", type=click.IntRange(min=1), default=256, show_default=True, help="Of one request.")
 @click.option("--update-seconds", type=float, default=60.0, show_default=True, help="Silence that ends an update.")
-@click.option("--engine", type=click.Choice(["embedded", "vllm"]), default="embedded", show_default=True)
+@click.option(
+    "--engine", type=click.Choice(["embedded", "vllm"]), default="embedded", show_default=True, help="What samples."
+)
 @click.option(
     "--road",
     type=click.Choice(["decoded", "online", "modelopt", "compressed-tensors", "deepseek"]),
