@@ -50,6 +50,12 @@ def test_overrides_win_in_order_and_text_needs_no_quotes(path):
     assert config.sampling.stop_strings == ("x",)
 
 
+def test_a_table_may_be_given_as_one_override(path):
+    settings = "task.settings={min_terms = 2, max_terms = 3}"
+    task = load_config(path, ["task.name=reasoning_gym", "task.generator=chain_sum", settings]).task
+    assert task.settings == {"min_terms": 2, "max_terms": 3}
+
+
 @pytest.mark.parametrize(
     ("override", "suggestion"),
     [

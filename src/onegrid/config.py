@@ -241,7 +241,8 @@ def _apply(tree: dict[str, Any], override: str, cls: type) -> None:
 
 def _read_text(text: str, hint: Any) -> Any:
     """What the shell gives has no quotes: text stays text where text is wanted, and is read as TOML otherwise."""
-    wants_text = hint is str or str in typing.get_args(hint) or typing.get_origin(hint) is typing.Literal
+    origin = typing.get_origin(hint)
+    wants_text = hint is str or origin is typing.Literal or (origin is not dict and str in typing.get_args(hint))
     if wants_text and not text.startswith(('"', "'", "[")):
         return text
     try:

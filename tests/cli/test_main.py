@@ -88,7 +88,14 @@ def test_a_dry_run_prints_everything_and_leaves_nothing(tmp_path, monkeypatch, c
     before = sorted(tmp_path.rglob("*"))
     run(path, ["learner.lr=0.25"], run_dir=None, num_steps=7, resume=False, dry_run=True)
     printed = capsys.readouterr().out
-    for expected in ("lr = 0.25", "num_steps = 7", "pairing: exact", "memory estimate", "4 prompts x 4 samples"):
+    for expected in (
+        "lr = 0.25",
+        "num_steps = 7",
+        "pairing: exact",
+        "memory estimate",
+        "4 prompts x 4 samples",
+        "answer '",
+    ):
         assert expected in printed
     assert sorted(tmp_path.rglob("*")) == before
 

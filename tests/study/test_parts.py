@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onegrid.config import load_config
-from onegrid.errors import ConfigError, NonFiniteError, SpecError, WeightsError
+from onegrid.errors import ConfigError, NonFiniteError, SpecError, TaskError, WeightsError
 from onegrid.formats import QuantTensor
 from onegrid.model.weights import load_weights
 from onegrid.study.estimate import memory_estimate, published_bytes
@@ -39,6 +39,16 @@ def test_impossible_shapes_are_refused_before_weights_are_read(tmp_path):
     (tmp_path / "model" / "config.json").write_text(json.dumps(broken))
     with pytest.raises((SpecError, WeightsError), match="5"):
         build(design(load_config(path), tmp_path))
+
+
+def test_too_few_held_out_problems_end_a_run_before_it_leaves_anything(tmp_path):
+    from onegrid.cli.train import run
+
+    path, folder = write_tiny_run(tmp_path), tmp_path / "run"
+    for dry in (True, False):
+        with pytest.raises(TaskError, match="500 held-out problems were asked for, but only"):
+            run(path, ["eval.num_problems=500"], run_dir=folder, num_steps=1, resume=False, dry_run=dry)
+        assert not folder.exists()
 
 
 def test_a_weight_that_is_not_finite_is_named_with_its_count(tmp_path):

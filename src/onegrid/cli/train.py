@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from onegrid.config import RunConfig, changed_keys, load_config, to_toml
 from onegrid.errors import CheckpointError, ConfigError, StoppedError
@@ -25,7 +26,7 @@ from onegrid.rl.record import Record, check_whole, free_run_folder, last_run_fol
 from onegrid.rl.stop import Stop, stop_on_signals
 from onegrid.rl.tasks import Summarizes, closing_task
 from onegrid.study.estimate import memory_estimate
-from onegrid.study.parts import Design, Parts, build, design
+from onegrid.study.parts import Design, Parts, build, design, draw_once, problems
 from onegrid.study.samplers import closing_sampler
 from onegrid.tracker.trackers import Trackers, check_installed
 
@@ -68,9 +69,24 @@ def run(
 def _train(
     plan: Design, folder: Path, state: dict[str, Any] | None, console: Console, stop: Stop, *, resume: bool
 ) -> None:
-    config = plan.config
     with advised("start"):
         parts = build(plan)
+    with closing_task(parts.task), closing_sampler(parts.sampler):
+        draw_once(parts.task, plan.config)
+        _recorded(plan, parts, folder, state, console, stop, resume=resume)
+
+
+def _recorded(
+    plan: Design,
+    parts: Parts,
+    folder: Path,
+    state: dict[str, Any] | None,
+    console: Console,
+    stop: Stop,
+    *,
+    resume: bool,
+) -> None:
+    config = plan.config
     resume_step = (state["step"] if state else -1) if resume else None
     lost = num_lines(folder / "metrics.jsonl") if resume and not state else 0
     record = Record(folder, config=config.record, resume_step=resume_step)
@@ -81,7 +97,7 @@ def _train(
     made_with: dict[str, object] = {**versions(), "pins": parts.proof.as_record(), "matmuls": parts.matmuls}
     record.text("versions.json", json.dumps(made_with, indent=1, sort_keys=True) + "\n")
     display = Display(config.loop.num_steps, done=state["step"] if state else 0, console=console)
-    with closing_task(parts.task), closing_sampler(parts.sampler), _tracked(config, record, display), display:
+    with _tracked(config, record, display), display:
         display.note(f"run {folder}" + (f", going on from step {state['step']}" if state else ""))
         if resume and not state:
             dropped = f", and the {lost} lines of metrics that were there are dropped" if lost else ""
@@ -152,7 +168,8 @@ def summary(folder: Path) -> Table:
     equal: list[Any] = [line["mismatch/share_equal"] for line in steps if "mismatch/share_equal" in line]
     if apart:
         table.add_row("mismatch, largest of any token", f"{max(apart):.3g} nats")
-        table.add_row("log-probabilities of equal bits", f"{min(equal):.2%} or more in every step")
+        least = "all" if min(equal) == 1.0 else f"at least {min(equal):.2%}"
+        table.add_row("log-probabilities of equal bits", f"{least}, in every step")
     checks = [value for line in steps for key, value in line.items() if key.startswith("guard/")]
     if checks:
         counts = [sum(value == wanted for value in checks) for wanted in (1, 0, -1)]
@@ -160,6 +177,7 @@ def summary(folder: Path) -> Table:
     seconds: list[Any] = [line.get("perf/step_seconds", 0.0) for line in steps]
     table.add_row("time", f"{sum(seconds):.0f} s in {len(steps)} steps")
     table.add_row("run directory", str(folder))
+    table.add_row("curves, checks, rollouts", f"onegrid report {folder}")
     return table
 
 
@@ -213,4 +231,13 @@ def _describe(plan: Design, console: Console) -> None:
     answers = f"greedy and {config.eval.samples} sampled" if config.eval.samples else "greedy"
     often = f", and every {config.eval.every} steps" if config.eval.every else ""
     table.add_row("evaluation", f"{config.eval.num_problems} held-out problems, {answers}, before and after{often}")
+    _, task = problems(plan)
+    with closing_task(task):
+        prompts, held_out = draw_once(task, config)
+    drawn = [*prompts, *held_out]
+    if drawn:
+        lengths = [len(prompt.tokens) for prompt in drawn]
+        what = f"{len(prompts)} of the first step and {len(held_out)} held-out ones drawn"
+        table.add_row("problems", f"{what}, {min(lengths)} to {max(lengths)} tokens")
+        table.add_row("the first one", Text(f"{drawn[0].text!r}, answer {drawn[0].answer!r}"))
     console.print(table)

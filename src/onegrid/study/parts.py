@@ -25,7 +25,7 @@ from onegrid.ops.table import Kernels
 from onegrid.recipe import Plan, preset, recipe_from_dict, resolve
 from onegrid.rl.debug import from_folder
 from onegrid.rl.problems import at_folder, make_task
-from onegrid.rl.tasks import Task, Tokenizer
+from onegrid.rl.tasks import Prompt, Task, Tokenizer
 from onegrid.rl.tokenizer import load_tokenizer, stop_tokens
 from onegrid.sampler.base import Sampler
 from onegrid.study.samplers import make_sampler
@@ -123,14 +123,8 @@ def build(design: Design) -> Parts:
     config, spec = design.config, design.spec
     if config.device == "cpu":
         keep_freed_memory()
-    folder = Path(config.model.checkpoint)
-    weights = load_weights(folder, spec)
-    tokenizer = load_tokenizer(folder)
-    if tokenizer.vocab_size > spec.vocab_size:
-        raise ConfigError(
-            f"the tokenizer in {folder} has {tokenizer.vocab_size} ids, the model {spec.vocab_size}: its prompts could "
-            "hold ids without an embedding; use the tokenizer that belongs to the model"
-        )
+    tokenizer, task = problems(design)
+    weights = load_weights(Path(config.model.checkpoint), spec)
 
     def learner(plan: Plan, settings: LearnerConfig) -> Learner:
         return Learner(spec, plan, weights, settings, loss=config.loss, device=config.device)
@@ -143,7 +137,7 @@ def build(design: Design) -> Parts:
     if design.plan.exact:
         require(proof)
     return Parts(
-        task=make_task(config.task, tokenizer, num_prompts=config.loop.prompts_per_step, seed=config.seed),
+        task=task,
         tokenizer=tokenizer,
         learner=learner(design.plan, config.learner),
         sampler=make_sampler(config.sampler, live, proof, decode_text=tokenizer.decode),
@@ -151,6 +145,29 @@ def build(design: Design) -> Parts:
         proof=proof,
         matmuls=[] if live.packed is None else [asdict(choice) for choice in live.packed.choices],
     )
+
+
+def problems(design: Design) -> tuple[Tokenizer, Task]:
+    """Tokenizer and task, which need no weights. Raises ConfigError for a tokenizer of another model, and TaskError."""
+    config, spec = design.config, design.spec
+    folder = Path(config.model.checkpoint)
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.vocab_size > spec.vocab_size:
+        raise ConfigError(
+            f"the tokenizer in {folder} has {tokenizer.vocab_size} ids, the model {spec.vocab_size}: its prompts could "
+            "hold ids without an embedding; use the tokenizer that belongs to the model"
+        )
+    return tokenizer, make_task(config.task, tokenizer, num_prompts=config.loop.prompts_per_step, seed=config.seed)
+
+
+def draw_once(task: Task, config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
+    """The problems of the first step and those of the evaluation, so that a lack of them shows before a run begins.
+
+    Raises TaskError if there are too few of either. A half run has no evaluation, and one that only learns no problems.
+    """
+    first = [] if config.debug.train_only else task.prompts(0)
+    half = config.debug.rollouts_only or bool(config.debug.train_only)
+    return first, [] if half else task.held_out(config.eval.num_problems)
 
 
 def prove_pins(
