@@ -191,7 +191,7 @@ class RemoteSampler:
 
     def _cached_versions(self) -> set[int]:
         """Versions of the weights that made what is cached there."""
-        return {int(v) for v in self._status()["cached_versions"]}
+        return {int(v) for v in self._get("cached_versions")["versions"]}
 
     def _adopt(self, plan: Plan) -> None:
         """Goes over to another plan; nothing serves until the next commit."""

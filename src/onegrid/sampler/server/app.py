@@ -2,7 +2,7 @@
 
     GET  /health                        without a token: whether it lives
     GET  /onegrid/v1/status             version, plan, capabilities, what bits depend on
-    GET  /onegrid/v1/describe           JSON
+    GET  /onegrid/v1/describe           JSON; cached_versions too
     POST /onegrid/v1/begin              JSON: the manifest
     POST /onegrid/v1/receive            frame: a bucket
     POST /onegrid/v1/commit             JSON: {"version": 3}
@@ -88,18 +88,20 @@ class Service:
 
     async def status(self, request: Request) -> Response:
         """What a client must know before it asks for more."""
-        cached = getattr(self.sampler, "cached_versions", None)
         found = {
             "protocol": PROTOCOL,
             "version": await self.desk.call(lambda: self.sampler.version),
             "plan_digest": self.plan_digest,
             "capabilities": wire.tree(self.sampler.capabilities),
             "bits_within": self.bits_within,
-            "cached_versions": sorted(await self.desk.call(cached)) if cached else None,
             "can": [name for name in EXTRAS if hasattr(self.sampler, name)],
             "body_bytes": self.limits.body_bytes,
         }
         return JSONResponse(found)
+
+    async def cached_versions(self, request: Request) -> Response:
+        """Versions in the caches. Not part of the status, since an engine may have to run to find out."""
+        return JSONResponse({"versions": sorted(await self.desk.call(self.extra("cached_versions")))})
 
     async def describe(self, request: Request) -> Response:
         """Every tensor as it is live."""
@@ -255,7 +257,7 @@ class Service:
 
     def routes(self) -> list[Route]:
         """Addresses of the sampler protocol."""
-        asked = (self.status, self.describe)
+        asked = (self.status, self.describe, self.cached_versions)
         told = [self.begin, self.receive, self.commit, self.abort, self.accept, self.digest, self.stored, self.generate]
         told += [self.probe, self.multiply, self.adopt, self.sleep, self.wake]
         found = [Route("/health", _health, methods=["GET"])]
