@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onegrid.learner.captured import bucket_rows, bucket_segments
+from onegrid.learner.captured import MicroBatches, bucket_rows, bucket_segments
 from onegrid.ops.packed_attention import segments_of
 from tests.bytes import assert_same_bytes
 from tests.learner.test_learner import batch_of, learner_of
@@ -76,3 +76,31 @@ def test_what_a_step_drops_is_captured_anew(gpu):
         assert_same_bytes([master.grad for master in learner.masters.values()], want)
         learner.clear_gradients()
     torch.cuda.synchronize()
+
+
+def test_gradients_of_a_capture_are_added_to_those_of_the_masters_in_place(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    learner = learner_of("dense", "mxfp8")
+    batches, batch = MicroBatches(learner.grad_weights), batch_of(3)
+    batches.begin()
+    where = [master.grad.data_ptr() for master in learner.masters.values()]
+    learner.forward_backward(batch)
+    once = [master.grad.clone() for master in learner.masters.values()]
+    with batches._leaves():
+        assert not any(leaf is learner.masters[key] for key, leaf in learner.grad_weights.masters.items())
+        learner.forward_backward(batch)
+    assert learner.grad_weights.masters is learner.masters
+    assert [master.grad.data_ptr() for master in learner.masters.values()] == where
+    assert_same_bytes([master.grad for master in learner.masters.values()], [2 * grad for grad in once])
+
+
+def test_a_capture_follows_a_backward_pass_of_which_something_is_left(gpu):
+    learner = learner_of("dense", "mxfp8", device=gpu, capture=True)
+    batch = batch_of(9)
+    left = learner.forward(list(batch.sequences), 1.0)[0][0].sum()
+    left.backward()  # its nodes live on, on the stream outside
+    learner.clear_gradients()
+    for _ in range(3):
+        learner.forward_backward(batch)
+        learner.clear_gradients()
+    assert learner.captured.runs and left.grad_fn is not None

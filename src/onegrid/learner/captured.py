@@ -9,7 +9,8 @@ place into the masters' `.grad`, which therefore stay allocated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from onegrid.learner.packing import Packed
+from onegrid.learner.weights import GradWeights
 from onegrid.model.decoder import Rows
 from onegrid.ops.capture import capturing
 from onegrid.ops.packed_attention import Segments
@@ -94,8 +96,8 @@ class Replayed(torch.autograd.Function):
 class MicroBatches:
     """The captured buckets of one learner."""
 
-    def __init__(self, masters: Iterable[Tensor]) -> None:
-        self.masters = list(masters)
+    def __init__(self, weights: GradWeights) -> None:
+        self.weights, self.masters = weights, list(weights.masters.values())
         self.seen: set[tuple[int, int, int]] = set()
         self.runs: dict[tuple[int, int, int], Run] = {}
         self.pool = torch.cuda.graph_pool_handle()
@@ -146,10 +148,32 @@ class MicroBatches:
         stream = torch.cuda.Stream(x.device)
         options: dict[str, Any] = {"pool": self.pool, "stream": stream}
         torch.cuda.synchronize(x.device)
-        with capturing(run.forward, **options):
-            hidden = decode(x, static, places)
-        with capturing(run.backward, **options):
-            x.grad.zero_()
-            hidden.backward(run.dhidden_RD)
+        try:
+            with self._leaves():
+                with capturing(run.forward, **options):
+                    hidden = decode(x, static, places)
+                with capturing(run.backward, **options):
+                    x.grad.zero_()
+                    hidden.backward(run.dhidden_RD)
+        except BaseException:
+            self.clear()  # a pool whose capture broke off takes no other
+            raise
         run.hidden_RD = hidden.detach()
         return run
+
+    @contextmanager
+    def _leaves(self) -> Iterator[None]:
+        """Other leaves over the masters' storage and gradients while a graph is captured.
+
+        Autograd adds a leaf's gradient up on the stream where the leaf was first used, as long as anything of that use
+        is alive: of the masters that is the stream outside, which may not wait for one that is captured.
+        """
+        masters = self.weights.masters
+        leaves = {key: master.detach().requires_grad_(master.requires_grad) for key, master in masters.items()}
+        for key, leaf in leaves.items():
+            leaf.grad = masters[key].grad
+        self.weights.masters = leaves
+        try:
+            yield
+        finally:
+            self.weights.masters = masters

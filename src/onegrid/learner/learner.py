@@ -150,7 +150,7 @@ class Learner:
         config = self.config
         plain = config.capture and not (config.recompute or self.adapters or config.weights == "codes")
         able = self.device.type == "cuda" and self.live.kernels.can_capture and self.grad_weights.can_capture
-        return MicroBatches(self.masters.values()) if plain and able else None
+        return MicroBatches(self.grad_weights) if plain and able else None
 
     def canonical(self) -> dict[str, Canonical]:
         """What the sampler must hold of this version, by canonical name.

@@ -16,6 +16,8 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
 
     A graph that nobody owns any more is often part of a cycle. Were it collected inside the block, its destruction
     would call what no capture permits, and the capture would fail for a reason that has nothing to do with it.
+    Where a capture broke off, torch leaves its stream as the current one and the memory pool open: the stream that was
+    current comes back here, and the caller takes another pool.
 
     options  of `torch.cuda.graph`: pool, stream
     """
@@ -23,7 +25,10 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(graph, capture_error_mode="thread_local", **options),
+        ):
             yield
     finally:
         if was_enabled:

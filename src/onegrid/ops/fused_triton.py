@@ -90,8 +90,8 @@ def gated(gate, up, d, width):
 
 @triton.jit
 def _swiglu(gate, up, out, stride_gate, stride_up, width, BLOCK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + row * width + d, gated(gate + row * stride_gate, up + row * stride_up, d, width), mask=d < width)
 
 
@@ -155,7 +155,7 @@ def swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
         return swiglu(gate_NF.reshape(-1, width), up_NF.reshape(-1, width)).view(gate_NF.shape)
     out = gate_NF.new_empty(gate_NF.shape, dtype=bfloat16)
     if len(out):
-        _swiglu[(triton.cdiv(width, 1024), len(out))](
+        _swiglu[(len(out), triton.cdiv(width, 1024))](  # rows first: only that axis goes beyond 65,535
             gate_NF, up_NF, out, gate_NF.stride(0), up_NF.stride(0), width, BLOCK=1024, num_warps=4
         )
     return out

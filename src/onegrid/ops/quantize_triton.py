@@ -147,8 +147,8 @@ def _swiglu(
     gate, up, out, amax, stride_gate, stride_up, width,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, RULE: tl.constexpr, FOUR: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1).to(tl.int64)
-    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     h = gated(gate + row * stride_gate, up + row * stride_up, d, width)
     values, largest = _values(h.to(tl.float32), 1, RULE, FOUR, BLOCK // WIDTH)
     tl.store(out + row * width + d, values, mask=d < width)
@@ -194,7 +194,7 @@ def swiglu(gate_NF: Tensor, up_NF: Tensor, quantizer: Quantizer) -> tuple[Tensor
     amax = gate_NF.new_empty(num_rows, dtype=float32) if whole_row else None
     block = triton.next_power_of_2(width) if whole_row else 1024
     if num_rows:
-        _swiglu[(triton.cdiv(width, block), num_rows)](
+        _swiglu[(num_rows, triton.cdiv(width, block))](  # rows first: only that axis goes beyond 65,535
             gate_NF, up_NF, out, out if amax is None else amax, gate_NF.stride(0), up_NF.stride(0), width,
             BLOCK=block, WIDTH=quantizer.block[1], RULE=_RULES[quantizer.rule], FOUR=quantizer.fmt.bits == 4,
             num_warps=_warps(block),
