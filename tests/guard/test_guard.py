@@ -163,7 +163,7 @@ def test_a_sampler_that_cannot_be_asked_could_not_tell_and_may_only_be_recorded_
 def test_an_inexact_pairing_without_expectation_refuses_to_start():
     pair = Pair("tied", "fp8_tensor", off=("sentinel",))
     with pytest.raises(ConfigError, match=r"guard\.calibration"):
-        guard_of(GuardConfig(), pair.learner, pair.sampler)
+        guard_of(GuardConfig(replay_every=0), pair.learner, pair.sampler)
 
 
 def test_interruptions_are_no_verdicts():
@@ -233,8 +233,9 @@ def test_case_W9_freshness_of_tokens_versions_and_caches():
     assert fresh_sampler(pair.sampler, version=0, before=None).passed
     assert not fresh_sampler(pair.sampler, version=0, before=0).passed
     assert not fresh_sampler(pair.sampler, version=1, before=0).passed
+    pair.learner.version += 1
     with pytest.raises(FailedChecks, match="the learner has version 1"):
-        check_step(pair.guard, {}, batch, version=1)
+        check_step(pair.guard, {}, batch, learner=pair.learner, logp=[])
 
 
 def test_verdicts_are_metrics_and_incidents(tmp_path):

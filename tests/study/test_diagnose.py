@@ -10,12 +10,13 @@ import torch
 from onegrid.formats import QUANTIZERS
 from onegrid.guard.inject_state import cache_grid
 from onegrid.guard.injection import Bench
+from onegrid.guard.replay import weights_of
 from onegrid.model.canonical import Snapshot
 from onegrid.model.live import LiveWeights
 from onegrid.ops.linear import matmul
 from onegrid.study import diagnose as causes
 from onegrid.study.corruptions import update
-from onegrid.study.diagnose import diagnose, weights_of
+from onegrid.study.diagnose import diagnose
 from onegrid.study.pairing import make_bench
 from onegrid.sync import push
 from onegrid.types import Request, Sampling
@@ -103,7 +104,7 @@ def test_a_cache_in_fp8_in_the_sampler_alone_is_named_and_comes_in_at_the_first_
 
 def test_a_stale_version_is_named():
     bench = synced()
-    older = weights_of(bench.learner, snapshot(bench))
+    older = weights_of(bench.learner, snapshot(bench).tensors)
     batch = batch_of(rollouts(bench))
     update(bench, 1)
     push(snapshot(bench), bench.sampler)

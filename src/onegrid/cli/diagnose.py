@@ -10,13 +10,14 @@ from rich.console import Console
 
 from onegrid.config import RunConfig, load_config
 from onegrid.errors import CapabilityError, ConfigError
+from onegrid.guard.replay import weights_of
 from onegrid.guard.sentinel import save_expectation
 from onegrid.rl import checkpoint as checkpoints
 from onegrid.rl.loop import snapshot
 from onegrid.rl.tasks import closing_task
 from onegrid.sampler.engine import Engine
 from onegrid.study.calibration import batches, measure
-from onegrid.study.diagnose import diagnose, weights_of
+from onegrid.study.diagnose import diagnose
 from onegrid.study.parts import build, design
 from onegrid.sync import push
 
@@ -43,7 +44,7 @@ def run(
         if old_folder is None:
             raise ConfigError(f"{older} is no checkpoint of a run; --older takes a folder global_step_N")
         learner.load_state_dict(checkpoints.load(old_folder, device)["learner"])
-        old = weights_of(learner, snapshot(learner))
+        old = weights_of(learner, learner.canonical())
     if folder is not None:
         learner.load_state_dict(checkpoints.load(folder, device)["learner"])
     with closing_task(parts.task):

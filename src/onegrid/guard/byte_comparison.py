@@ -7,6 +7,8 @@ the backward mode of the plan.
 Where something is not as it should be, codes are quantized and operands derived again, and compared byte for byte.
 What none of it sees, a making that does not repeat or a master that changed by itself, is found in turns: with n
 storage keys, m a synchronization are made again whatever their digests say, each within ceil(n / m) synchronizations.
+With adapters there is a link before the first: masters are base + s B A. A row of every tensor is held against that at
+every synchronization, another row each time, and masters whose turn it is are merged again whole, byte for byte.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Iterable
 import torch
 
 from onegrid.errors import SyncError
+from onegrid.guard.causes import NOT_MERGED
 from onegrid.guard.locate import first_difference
 from onegrid.guard.turns import due
 from onegrid.guard.verdict import Verdict, closed, failed, passed, shorten
@@ -42,6 +45,16 @@ def _compare(learner: Learner, doubted: Iterable[str] | None, per_sync: int) -> 
     live, plan = learner.live, learner.plan
     canonical = dict(zip(live.held, sums_of([canonical_parts(x) for x in live.held.values()]), strict=True))
     turn = due(list(learner.masters), version=learner.version, per_sync=per_sync)
+    apart = _not_merged(learner, turn)
+    if apart:
+        return failed(
+            CHECK,
+            CONDITION,
+            tensors=apart,
+            expected="masters that are the base and its adapters, merged at this version",
+            found=f"others in {shorten(apart)}",
+            cause=NOT_MERGED,
+        )
     in_doubt = [
         key
         for key, master in learner.masters.items()
@@ -93,6 +106,24 @@ def _compare(learner: Learner, doubted: Iterable[str] | None, per_sync: int) -> 
             cause="a backward mode that was asked for and is not the one that runs",
         )
     return passed(CHECK, CONDITION)
+
+
+def _not_merged(learner: Learner, turn: Iterable[str]) -> list[str]:
+    """Tensors whose master is not base + s B A: all in one row, those of `turn` whole."""
+    adapters = learner.adapters
+    if adapters is None:
+        return []
+    excess = {key: adapters.row_excess(key, learner.version).tolist() for key in adapters.names}
+    wrong = {name for key, each in excess.items() for name, x in zip(learner.keys[key], each, strict=True) if x > 1.0}
+    for key in turn:
+        if key not in adapters.names:
+            continue
+        have, want = learner.masters[key].detach(), adapters.merged(key)
+        for index, name in enumerate(learner.keys[key]):
+            pair = (have[index], want[index]) if is_stack(key) else (have, want)
+            if not torch.equal(*(raw_bytes(x.contiguous()) for x in pair)):
+                wrong.add(name)
+    return [name for key in adapters.names for name in learner.keys[key] if name in wrong]
 
 
 def _requantized(learner: Learner, keys: Iterable[str]) -> tuple[list[str], list[str]]:

@@ -14,6 +14,7 @@ OLD_ADDRESSES = "the update went into other storage than the one that serves: a 
 OTHER_CACHE = "keys and values are cached in another format than the plan says"
 TABLES = "a buffer that no checkpoint holds came back wrong: the table of the rotary embedding"
 HEAD = "a head that was not made again: a tied copy of the embedding, of an older version"
+NOT_MERGED = "adapters that were trained and not merged into the masters, or merged at another scale or version"
 DERIVED = "something outside the digest was not made again, and no known place shows it"
 
 

@@ -8,7 +8,7 @@ undone, and the version before goes on serving.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -16,10 +16,11 @@ from typing import Literal
 from torch import Tensor
 
 from onegrid.errors import CapabilityError, ConfigError, RecipeError, SyncError
-from onegrid.guard import audit, byte_comparison, digests, freshness, probe, selfcheck, sentinel, storage
+from onegrid.guard import audit, byte_comparison, digests, freshness, layers, probe, selfcheck, sentinel, storage
 from onegrid.guard.fallback import fall_back
 from onegrid.guard.incident import page
 from onegrid.guard.verdict import FailedChecks, Verdict, failed
+from onegrid.guard.watch import Watch, locate
 from onegrid.learner.learner import Learner
 from onegrid.model.canonical import Snapshot
 from onegrid.sampler.base import Sampler
@@ -54,15 +55,31 @@ class GuardConfig:
     """Largest difference (nats) of a probe from an engine that promises no bits."""
     calibration: str = ""
     """File with the expected mismatch of a pairing that is not exact; see `sentinel.calibrate`."""
+    replay_every: int = 8
+    """Versions from replay to replay, where the pairing is not exact: some sequences of the step's batch are computed
+    again on the plan's grids, and the sampler's log-probabilities are held against that; 0 leaves it out. A mixed plan
+    needs memory for a second copy of the weights meanwhile."""
+    replay_sequences: int = 32
+    """Sequences of a replay, of as many prompts as there are."""
+    replay_band: float = 1.0
+    """Factor on what is allowed where a replay cannot promise the sampler's bits: the nats that one step of BF16 in
+    every output of a linear and of attention makes. An engine that rounds more needs more."""
+    traces: bool = False
+    """At every turn of a replay, compare what each layer of the sampler gives with a replay, byte for byte, so that the
+    sentinel names the first layer that differs. Two forward passes over `replay_sequences`, by the embedded engine."""
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.off if name not in CHECKS]
         if unknown:
             raise ConfigError(f"off names {', '.join(unknown)}; the checks are {', '.join(CHECKS)}")
-        for name in ("linears_per_sync", "bucket_bytes", "probe_every"):
+        for name in ("linears_per_sync", "bucket_bytes", "probe_every", "replay_sequences"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.replay_every < 0:
+            raise ConfigError(f"replay_every is {self.replay_every}; it must be 0 (none) or more")
+        if not 0 < self.replay_band < float("inf"):
+            raise ConfigError(f"replay_band is {self.replay_band}; it must be above 0 and finite")
         if self.probe_band is not None and not 0 <= self.probe_band < float("inf"):
             raise ConfigError(f"probe_band is {self.probe_band}; it must be finite and not negative")
 
@@ -89,7 +106,7 @@ class Guard:
     """What the checks of one run remember between synchronizations."""
 
     config: GuardConfig
-    sentinel: sentinel.Sentinel
+    watch: Watch
     answers: list[Tensor] | None = None
     """Of the probe at the version before."""
     manifest: Manifest | None = None
@@ -104,6 +121,11 @@ class Guard:
     """Gets every list of verdicts, and nothing is stopped: for the fault campaign only."""
     seen: list[Verdict] = field(default_factory=list)
     """Verdicts of the last synchronization that was tried."""
+
+    @property
+    def sentinel(self) -> sentinel.Sentinel:
+        """What is expected of the pairing."""
+        return self.watch.sentinel
 
     def runs(self, check: str) -> bool:
         """Whether the configuration leaves a check on."""
@@ -125,14 +147,25 @@ def guard_of(config: GuardConfig, learner: Learner, sampler: Sampler) -> Guard:
     if config.calibration:
         expectation = sentinel.load_expectation(Path(config.calibration), plan_digest=learner.plan.digest)
     exact = learner.plan.exact and sampler.capabilities.bits
-    if not (exact or expectation or config.unknown == "record" or "sentinel" in config.off):
+    known = exact or expectation or config.replay_every
+    if not (known or config.unknown == "record" or "sentinel" in config.off):
         because = "; ".join(learner.plan.reasons) or "the sampler promises no bits"
         raise ConfigError(
-            f"nothing is known of the mismatch that this pairing should have, which is not exact: {because}. Give a "
-            'file as guard.calibration, or say guard.unknown = "record", or leave the check out: guard.off = '
-            '["sentinel"]'
+            f"nothing is known of the mismatch that this pairing should have, which is not exact: {because}. Set "
+            'guard.replay_every, give a file as guard.calibration, say guard.unknown = "record", or leave the check '
+            'out: guard.off = ["sentinel"]'
         )
-    return Guard(config, sentinel.Sentinel(exact=exact, expectation=expectation))
+    if config.traces and not layers.can_trace(sampler):
+        raise ConfigError("guard.traces: this sampler does not show what its layers give; the embedded engine does")
+    watch = Watch(
+        sentinel.Sentinel(exact=exact, expectation=expectation),
+        sampler,
+        every=config.replay_every,
+        num=config.replay_sequences,
+        band=config.replay_band,
+        traces=config.traces,
+    )
+    return Guard(config, watch)
 
 
 def guard_sync(learner: Learner, sampler: Sampler, guard: Guard) -> GuardReport:
@@ -172,13 +205,19 @@ def keep_in_bf16(learner: Learner, sampler: Sampler, guard: Guard, names: Iterab
     return changed
 
 
-def check_step(guard: Guard, mismatch: dict[str, float], batch: Batch, *, version: int) -> list[Verdict]:
-    """The checks of a step, before its update: versions of tokens, and the mismatch. Raises FailedChecks."""
+def check_step(
+    guard: Guard, mismatch: dict[str, float], batch: Batch, *, learner: Learner, logp: Sequence[Tensor]
+) -> list[Verdict]:
+    """The checks of a step, before its update: versions of tokens, and the mismatch. Raises FailedChecks.
+
+    logp  FP32 [R] per sequence, of the learner, at the version that sampled the batch
+    """
+    version = learner.version
     verdicts: list[Verdict] = []
     if guard.runs("freshness"):
         verdicts.append(freshness.fresh_tokens(batch, version=version))
     if guard.runs("sentinel"):
-        verdicts.append(guard.sentinel.judge(mismatch))
+        verdicts.append(guard.watch.judge(mismatch, batch, learner, logp))
     if guard.observe is not None:
         guard.observe(verdicts)
         return verdicts
@@ -259,6 +298,9 @@ def _examine(
             changed=before is not None and before.entries != manifest.entries,
             band=guard.config.probe_band,
         )
+        if verdict.status == "failed" and sampler.capabilities.bits and layers.can_trace(sampler):
+            prompts = probe.probe_prompts(learner.spec.vocab_size)
+            verdict = locate(verdict, learner, sampler, probe.training(prompts))
         answers += new
         guard.probed = (manifest.version, verdict)
     if guard.runs("probe") and guard.probed is not None:

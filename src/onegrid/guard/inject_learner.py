@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from onegrid.guard.inject_state import copies, tensors
 from onegrid.guard.injection import Bench, wrap
 from onegrid.model.canonical import parts_of, raw_bytes
+from onegrid.model.stacks import is_stack
 from onegrid.ops.operand import Operand
 
 
@@ -85,3 +88,21 @@ def backward_ignored(bench: Bench) -> None:
         return metrics
 
     wrap(bench.learner, "step", step)
+
+
+def adapters_not_merged(bench: Bench) -> None:
+    """The optimizer moves the adapters, and the masters stay what they were."""
+    adapters = bench.learner.adapters
+    assert adapters is not None
+
+    def merge(original: Callable[[], None]) -> None:
+        if not bench.armed:
+            return original()
+        for key in adapters.names:
+            have, want = bench.learner.masters[key].detach(), adapters.merged(key)
+            names = bench.learner.keys[key]
+            pairs = zip(have, want, strict=True) if is_stack(key) else [(have, want)]
+            bench.touch([n for n, (x, y) in zip(names, pairs, strict=True) if not torch.equal(x, y)])
+        return None
+
+    wrap(adapters, "merge", merge)

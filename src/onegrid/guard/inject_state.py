@@ -133,6 +133,26 @@ def other_epsilon(bench: Bench) -> None:
     wrap(bench.sampler, "_serving", serving)
 
 
+def one_layer_served_otherwise(bench: Bench) -> None:
+    """One linear of what serves is computed by a kernel of its own, wrong by a little, that nobody asks alone."""
+    key = [key for key in bench.weights.keys if key.endswith("o_proj.weight")][-1]
+
+    def serving(original: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+        cache, model = original()
+        if not bench.armed:
+            return cache, model
+        bench.touch(bench.weights.keys[key])
+        weights = copy.copy(model.weights)
+
+        def linear(linear: Callable[..., list[Tensor]], keys: tuple[str, ...], *rest: Any, **named: Any):
+            return [y * 1.03125 if k == key else y for k, y in zip(keys, linear(keys, *rest, **named), strict=True)]
+
+        wrap(weights, "linear", linear)
+        return cache, dataclasses.replace(model, weights=weights)
+
+    wrap(bench.sampler, "_serving", serving)
+
+
 def shared_kernel_wrong(bench: Bench) -> None:
     """Learner and sampler share a kernel that gives wrong products for one linear: they agree, and both are wrong."""
     key = next(key for key in bench.weights.keys if key.endswith("o_proj.weight"))
@@ -151,6 +171,7 @@ def shared_kernel_wrong(bench: Bench) -> None:
         return y * 1.03125
 
     wrap(bench.learner.grad_weights, "linear", linear)
+    wrap(bench.learner.live, "linear", linear)
     wrap(bench.weights, "linear", linear)
     wrap(bench.sampler, "multiply", multiply)
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from onegrid.guard.causes import DERIVED, OLD_ADDRESSES
+from onegrid.guard.replay import weights_of
 from onegrid.guard.verdict import Verdict, closed, could_not_tell, failed, passed
 from onegrid.learner.learner import Learner
-from onegrid.model.canonical import Snapshot, parts_of
-from onegrid.model.live import LiveWeights
+from onegrid.model.canonical import Snapshot
 from onegrid.sampler.base import Sampler
 from onegrid.sampler.engine import Engine, SamplerConfig
 from onegrid.types import Batch
@@ -119,13 +119,14 @@ def learner_answers(learner: Learner, prompts: Sequence[tuple[int, ...]], target
 
 def twin_answers(learner: Learner, snapshot: Snapshot, prompts: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """FP32 [V] of a fresh copy of the snapshot on the sampler's grid, as the embedded engine computes it."""
-    twin = LiveWeights(learner.spec, learner.plan, side="sampler", device=learner.device)
-    for name, tensor in snapshot.tensors.items():
-        for part, live in twin.parts(name).items():
-            live.copy_(parts_of(tensor)[part])
-    twin.derive()
+    twin = weights_of(learner, snapshot.tensors)
     config = SamplerConfig(max_slots=1, max_len=max(map(len, prompts)))
     return Engine(twin, config, version=snapshot.version).probe(prompts)
+
+
+def training(prompts: Sequence[tuple[int, ...]]) -> Batch:
+    """The prompts as sequences whose last token, any, is to be predicted."""
+    return Batch(sequences=tuple(_training(prompt, 0) for prompt in prompts))
 
 
 def _target(vocab_size: int, version: int) -> int:

@@ -1,9 +1,10 @@
 """Sentinel (C6): is the mismatch of this step what this pairing is known to have?
 
 The expectation never comes from the run that is judged. An exact pairing has 0: any difference at all is an alarm, and
-a false one is impossible while the promise holds. Any other pairing needs a stored calibration, made at fixed weights
-with audit and digest green; a one-sided cumulative sum (Page, Biometrika 41, 1954) then watches each metric, with
-limits for a stated average run length between false alarms. Without an expectation the answer is `could not tell`.
+a false one is impossible while the promise holds. Any other pairing has a stored calibration, made at fixed weights
+with audit and digest green: a one-sided cumulative sum (Page, Biometrika 41, 1954) then watches each metric, with
+limits for a stated average run length between false alarms. Or the same tokens are replayed on the plan's grids
+(guard/prediction.py). Without an expectation the answer is `could not tell`.
 """
 
 from __future__ import annotations
@@ -94,17 +95,26 @@ class Sentinel:
 
     def judge(self, metrics: Mapping[str, float]) -> Verdict:
         """metrics  of `mismatch.metrics.compare`; empty where no token takes part in the loss."""
+        verdict = self.finite(metrics)
+        if not verdict.passed:
+            return verdict
+        if self.exact:
+            return _judge_exact(metrics)
+        if self.expectation is None:
+            found = (
+                f"kl {metrics['mismatch/kl']:.3g}; no calibration (guard.calibration), no replay (guard.replay_every)"
+            )
+            return could_not_tell(CHECK, CONDITION, expected="an expectation of this pairing", found=found)
+        return self._judge_chart(metrics, self.expectation)
+
+    def finite(self, metrics: Mapping[str, float]) -> Verdict:
+        """Whether there are numbers at all."""
         if not metrics:
             return could_not_tell(CHECK, CONDITION, expected="tokens to compare", found="none takes part in the loss")
         bad = [key for key in WATCHED if not math.isfinite(metrics.get(key, 0.0))]
         if bad:
             return failed(CHECK, CONDITION, expected="finite numbers", found=f"not finite: {', '.join(bad)}")
-        if self.exact:
-            return _judge_exact(metrics)
-        if self.expectation is None:
-            found = f"kl {metrics['mismatch/kl']:.3g}, and no calibration of this pairing (guard.calibration)"
-            return could_not_tell(CHECK, CONDITION, expected="a stored expectation", found=found)
-        return self._judge_chart(metrics, self.expectation)
+        return passed(CHECK, CONDITION)
 
     def _judge_chart(self, metrics: Mapping[str, float], expectation: Expectation) -> Verdict:
         limit = limit_for(RUN_LENGTH * len(expectation.mean))

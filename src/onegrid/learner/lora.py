@@ -101,14 +101,35 @@ class Adapters:
         if start is not None:
             self._take(start)
 
-    @torch.no_grad()
     def merge(self) -> None:
-        """Masters of this version, in FP32. Where B A is 0 the base keeps its bytes, the sign of a zero too."""
-        for key, base in self.base.items():
-            delta = torch.matmul(self.factors[f"{_module(key)}.lora_B"], self.factors[f"{_module(key)}.lora_A"]).mul_(
-                self.scale
-            )
-            self.masters[key].copy_(torch.where(delta == 0, base, base + delta))
+        """Masters of this version, in FP32."""
+        for key in self.base:
+            self.masters[key].detach().copy_(self.merged(key))
+
+    @torch.no_grad()
+    def merged(self, key: str) -> Tensor:
+        """FP32 base + s B A of one key. Where B A is 0 the base keeps its bytes, the sign of a zero too."""
+        a, b = (self.factors[f"{_module(key)}.{factor}"] for factor in FACTORS)
+        delta = torch.matmul(b, a).mul_(self.scale)
+        base = self.base[key]
+        return torch.where(delta == 0, base, base + delta)
+
+    @torch.no_grad()
+    def row_excess(self, key: str, row: int) -> Tensor:
+        """FP64 [E or 1]: how far row `row` of the master of each tensor is from base + s B A, over its bound.
+
+        Bound, with u = 2^-23 (twice the unit of FP32, so that arithmetic that truncates is within it): a sum of r
+        products in any order is within (r + 2) u of the sum of their sizes, the factor s included; one more rounding of
+        the master adds u of its size. Higham, Accuracy and Stability of Numerical Algorithms (2002), section 3.1.
+        """
+        a, b = (self.factors[f"{_module(key)}.{factor}"].double() for factor in FACTORS)
+        at = row % b.shape[-2]
+        b, have, base = (t[..., at : at + 1, :] for t in (b, self.masters[key].detach(), self.base[key]))
+        want = base.double() + self.scale * torch.matmul(b, a)
+        size = abs(self.scale) * torch.matmul(b.abs(), a.abs())
+        bound = 2.0**-23 * ((self.config.rank + 2) * size + want.abs() + base.double().abs()) + 2.0**-126
+        ratio = ((have.double() - want).abs() / bound).nan_to_num(nan=torch.inf)
+        return ratio.amax((-2, -1)).reshape(-1)
 
     def _collector(self, key: str):
         @torch.no_grad()

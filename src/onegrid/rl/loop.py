@@ -68,6 +68,8 @@ def train(
             done, constant_steps = state["step"], state["constant_steps"]
             if state.get("bf16"):
                 keep_in_bf16(learner, sampler, guard, state["bf16"])
+            if "charts" in state:
+                guard.watch.load_state(state["charts"])
             learner.load_state_dict(state["learner"])
     keeper = Keeper(record, checkpoints, done=None if state is None else done)
 
@@ -104,7 +106,7 @@ def train(
 
     def kept(step: int) -> dict[str, Any]:
         now = {"learner": learner.state_dict(), "step": step, "constant_steps": constant_steps, "bf16": guard.bf16}
-        return now | schedule.state()
+        return now | {"charts": guard.watch.state()} | schedule.state()
 
     if replay is not None:
         sampler.sleep()

@@ -102,7 +102,7 @@ def measure(
     if replayed and any(bool((s.version_R != learner.version).any()) for s in sequences):
         return staleness(batch, logp, version=learner.version), []
     apart = compare(logp, [s.sampler_logp_R for s in sequences], [s.mask_R for s in sequences])
-    return apart | mirror_rollout_corr(apart), check_step(guard, apart, batch, version=learner.version)
+    return apart | mirror_rollout_corr(apart), check_step(guard, apart, batch, learner=learner, logp=logp)
 
 
 class OnPolicy:

@@ -21,6 +21,7 @@ from onegrid.model.decoder import head_name
 from onegrid.model.live import LiveWeights
 from onegrid.model.rope import rope_table
 from onegrid.model.stacks import is_stack, stack_key
+from onegrid.model.taps import Taps
 from onegrid.ops.logprob import log_probs
 from onegrid.ops.operand import Operand
 from onegrid.ops.pins import TILE, round_up
@@ -32,7 +33,7 @@ from onegrid.sampler.draw import truncates
 from onegrid.sampler.generation import Generation
 from onegrid.sampler.graphs import Graphs
 from onegrid.sampler.intake import Intake
-from onegrid.sampler.prefill import Model, chunks, prefill
+from onegrid.sampler.prefill import Model, chunks, prefill, trace
 from onegrid.sampler.remote import RemoteConfig
 from onegrid.sampler.serving import Serving, addresses_of
 from onegrid.sampler.stops import DecodeText
@@ -193,6 +194,11 @@ class Engine:
             hidden_BD = prefill(model, chunk, record_routing=False).hidden_BD
             out += log_probs(model.logits(hidden_BD), 1.0).cpu().unbind()
         return out
+
+    @torch.no_grad()
+    def trace(self, prompts: Sequence[tuple[int, ...]]) -> Taps:
+        """What every linear and attention of what serves gives for whole prompts, for a check. Does not use graphs."""
+        return trace(self._serving()[1], prompts)
 
     def describe(self) -> dict[str, Live]:
         """Every canonical tensor, from its live storage."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as with_fields
 from itertools import accumulate
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from onegrid.model.decoder import Attend, Rows, decode_rows, head_name
 from onegrid.model.kv import kv_grid
 from onegrid.model.live import LiveWeights
+from onegrid.model.taps import Tapped, Taps
 from onegrid.ops.logprob import logits
 from onegrid.ops.packed_attention import segments_of
 from onegrid.sampler.cache import PrefillAttend, Prefilled
@@ -30,6 +32,8 @@ class Model:
     def hidden(self, rows: Rows, attend: Attend, routes: list[Tensor] | None) -> Tensor:
         """BF16 [N, D] of the decoder on the plan's key/value grid."""
         grid = kv_grid(self.weights.plan.kv_cache)
+        if isinstance(self.weights, Tapped):
+            attend = self.weights.attend(attend)
         return decode_rows(
             self.weights.spec,
             self.weights,
@@ -68,6 +72,13 @@ def prefill(model: Model, prompts: Sequence[tuple[int, ...]], *, record_routing:
     hidden_ND = model.hidden(rows, attend, routes)
     routing = torch.stack(routes, dim=1)[end_B - 1] if routes else None
     return Prefilled(attend.keys, attend.values, hidden_ND[end_B - 1], routing)
+
+
+def trace(model: Model, prompts: Sequence[tuple[int, ...]]) -> Taps:
+    """What linears and attention give for whole prompts, packed in one pass, in forward order."""
+    tapped = Tapped(model.weights)
+    prefill(with_fields(model, weights=tapped), prompts, record_routing=False)  # type: ignore[arg-type]
+    return tapped.taps
 
 
 def chunks(prompts: Sequence[tuple[int, ...]], max_tokens: int) -> Iterator[list[tuple[int, ...]]]:

@@ -15,14 +15,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from onegrid.errors import NonFiniteError, OnegridError, SyncError
-from onegrid.guard.faults import FAULTS, Fault
+from onegrid.guard.fault import Fault
+from onegrid.guard.faults import FAULTS
 from onegrid.guard.guard import GuardConfig, guard_of
 from onegrid.guard.injection import Bench, wrap
 from onegrid.guard.verdict import FailedChecks, Verdict
 from onegrid.rl.record import read_metrics
 from onegrid.study.pairing import AT, make_bench, run_loop
 
-THOROUGH = GuardConfig(bucket_bytes=4096, linears_per_sync=1 << 10, probe_every=1)
+THOROUGH = GuardConfig(bucket_bytes=4096, linears_per_sync=1 << 10, probe_every=1, traces=True, replay_every=1)
 """Every check in full at every synchronization; in a run, some of their work takes turns."""
 SHOWN = ("mismatch/kl", "mismatch/k3", "mismatch/max_abs", "train/entropy", "rollout/raw_reward")
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from onegrid.guard.replay import Side, replay
 from onegrid.learner.learner import Learner
 from onegrid.mismatch.attribution import Apart, Cause, Residual, apart, attribute, main_cause, residual
-from onegrid.model.canonical import Snapshot, parts_of
 from onegrid.model.live import LiveWeights
+from onegrid.model.taps import Taps
 from onegrid.sampler.engine import Engine
-from onegrid.study.replay import Side, Taps, replay
 from onegrid.types import Batch
 
 WEIGHTS, ACTIVATIONS, SUMS = "weights on another grid", "activations on another grid", "another order of sums"
@@ -106,13 +106,3 @@ def diagnose(
         reasons=tuple(learner.plan.reasons),
         places=tuple(apart(ours, others)),
     )
-
-
-def weights_of(learner: Learner, snapshot: Snapshot) -> LiveWeights:
-    """A snapshot as live weights of the sampler's side."""
-    live = LiveWeights(learner.spec, learner.plan, side="sampler", device=learner.device)
-    for name, tensor in snapshot.tensors.items():
-        for part, held in live.parts(name).items():
-            held.copy_(parts_of(tensor)[part])
-    live.derive()
-    return live

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from onegrid.guard.guard import Guard
 from onegrid.guard.injection import Bench
-from onegrid.learner.config import LearnerConfig
+from onegrid.learner.config import LearnerConfig, LoraConfig
 from onegrid.learner.learner import Learner
 from onegrid.model.live import LiveWeights
 from onegrid.model.spec import ModelSpec, tensor_shapes
@@ -76,14 +76,18 @@ class Sums(ArithmeticTask):
 
 
 def make_bench(model: str = "moe", recipe: str = "mxfp8", *, device: str = "cpu") -> Bench:
-    """Learner with random weights and an engine that waits for them."""
-    config = MODELS[model]
+    """Learner with random weights and an engine that waits for them.
+
+    model  of MODELS, or "adapted": "moe" with adapters on every linear
+    """
+    adapters = LoraConfig(rank=2, alpha=8.0) if model == "adapted" else None
+    config = MODELS["moe" if adapters else model]
     spec = ModelSpec.from_hf_config(config)
     shapes = tensor_shapes(spec)
     plan = resolve(preset(recipe), config, shapes, backward="dequantized")
     generator = torch.Generator().manual_seed(0)
     weights = {n: torch.randn(s, generator=generator) * 0.2 + (len(s) == 1) for n, s in shapes.items()}
-    learner = Learner(spec, plan, weights, LearnerConfig(lr=1e-2), device=device)
+    learner = Learner(spec, plan, weights, LearnerConfig(lr=1e-2, lora=adapters), device=device)
     live = LiveWeights(spec, plan, side="sampler", device=device)
     engine = Engine(live, SamplerConfig(max_slots=6, max_len=16), decode_text=CharacterTokenizer().decode)
     return Bench(learner, engine, at=AT)

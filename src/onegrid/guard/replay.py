@@ -1,26 +1,26 @@
-"""The learner's forward over recorded tokens, with any of its parts taken from the sampler."""
+"""The learner's forward over recorded tokens, with any of its parts taken from the sampler, or from its plan."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from onegrid.learner.learner import Learner
 from onegrid.learner.packing import attend_packed, pack
 from onegrid.learner.replay import Replay
+from onegrid.model.canonical import Canonical, parts_of
 from onegrid.model.decoder import decode_rows, head_name
 from onegrid.model.kv import kv_grid
 from onegrid.model.live import LiveWeights
 from onegrid.model.rope import rope_table
-from onegrid.ops.grouped import Dispatch
+from onegrid.model.taps import Tapped, Taps
 from onegrid.ops.logprob import token_logp
 from onegrid.types import Sequence
-
-Taps = list[tuple[str, Tensor]]
-"""Outputs of linears and of attention, by name, in forward order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,29 +54,25 @@ def replay(
     *,
     kept: Items[tuple[Tensor, ...] | None] | None = None,
     taps: Taps | None = None,
+    change: Callable[[Tensor], Tensor] | None = None,
 ) -> list[Tensor]:
     """FP32 [R] log-probabilities of every sequence's response, all in one pass.
 
-    kept  per sequence the kept sets of a truncating sampler; None takes those of the sequences
-    taps  gets the outputs on the way
+    kept    per sequence the kept sets of a truncating sampler; None takes those of the sequences
+    taps    gets the outputs on the way
+    change  what becomes of every output of a linear or of attention
     """
     weights = side.weights()
     spec, device = weights.spec, weights.device
     packed = pack(sequences, align=1, device=device)
     routes = Replay(sequences, packed, forced=side.forced)
     attend = attend_packed(packed.segments, weights.kernels)
-
-    def tapped(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = attend(layer, q, k, v)
-        if taps is not None:
-            taps.append((f"model.layers.{layer}.self_attn", out))
-        return out
-
+    tapped = None if taps is None and change is None else Tapped(weights, [] if taps is None else taps, change)
     hidden_ND = decode_rows(
         spec,
-        weights if taps is None else _Tapped(weights, taps),
+        tapped or weights,
         packed.rows,
-        tapped,
+        tapped.attend(attend) if tapped else attend,
         rope=rope_table(spec, int(packed.rows.positions_N.max()) + 1, device),
         routes=routes.found,
         forced_NLK=routes.forced_NLK,
@@ -91,25 +87,26 @@ def replay(
     return list(logp.split([len(s.tokens_T) - s.num_prompt for s in sequences]))
 
 
-@dataclass
-class _Tapped:
-    """Weights that note what their linears give."""
+def sampler_side(learner: Learner) -> Side:
+    """What the plan says the sampler computes with, at the learner's version, from the learner alone.
 
-    weights: LiveWeights
-    taps: Taps = field(default_factory=list)
+    The learner's own live weights, unless the plan is mixed: then a copy on the sampler's grid, for as long as it is
+    held. Nothing of the running sampler is in it.
+    """
+    live = learner.live
+    if learner.plan.mixed:
+        live = weights_of(learner, learner.canonical())
+    return Side(codes=live, activation=live, sums=live, kv=learner.plan.kv_cache)
 
-    def tensor(self, name: str) -> Tensor:
-        return self.weights.tensor(name)
 
-    def linear(
-        self, keys: tuple[str, ...], x: Tensor, dispatch: Dispatch | None = None, *, sent: bool = False
-    ) -> list[Tensor]:
-        out = self.weights.linear(keys, x, dispatch, sent=sent)
-        self.taps += zip(keys, out, strict=True)
-        return out
-
-    def __getattr__(self, name: str):
-        return getattr(self.weights, name)
+def weights_of(learner: Learner, tensors: Mapping[str, Canonical]) -> LiveWeights:
+    """Canonical tensors of a version as live weights of the sampler's side."""
+    live = LiveWeights(learner.spec, learner.plan, side="sampler", device=learner.device)
+    for name, tensor in tensors.items():
+        for part, held in live.parts(name).items():
+            held.copy_(parts_of(tensor)[part])
+    live.derive()
+    return live
 
 
 def _flat(sets: Items[tuple[Tensor, ...] | None], sequences: Items[Sequence]) -> list[Tensor] | None:
