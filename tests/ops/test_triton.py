@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from onegrid.errors import CapabilityError, ConfigError
-from onegrid.ops import chains
+from onegrid.formats import QUANTIZERS
+from onegrid.ops import chains, producers
 from onegrid.ops.activation import swiglu
 from onegrid.ops.norm import rms_norm
 from onegrid.ops.packed_attention import Segments, packed_attention, segments_of, triton_packed_attention
@@ -182,6 +183,14 @@ def test_swiglu_has_the_bytes_of_its_definition(gpu):
     every = torch.arange(1 << 16, device="cuda", dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     every = every[every.isfinite()][None]
     assert_same_bytes(chains.triton_swiglu(every, torch.ones_like(every)), swiglu(every, torch.ones_like(every)))
+
+
+def test_swiglu_takes_the_places_of_a_whole_micro_batch_of_experts(gpu):
+    gate, up = draw(70_000, 32), draw(70_000, 32, seed=1)  # 8,192 tokens to 8 experts each are more than 65,535 rows
+    assert_same_bytes(chains.triton_swiglu(gate, up), swiglu(gate, up))
+    for name in ("mxfp8", "nvfp4_row"):
+        have = producers.triton_gated(gate, up, QUANTIZERS[name])
+        assert_same_bytes(have.values, producers.gated(gate, up, QUANTIZERS[name]).values, name)
 
 
 def test_gradients_of_chains_are_those_of_their_definitions(gpu):

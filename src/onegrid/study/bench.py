@@ -21,6 +21,7 @@ from onegrid.model.live import LiveWeights
 from onegrid.model.publish import publish
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.model.stacks import is_stack
+from onegrid.ops.capture import capturing
 from onegrid.ops.operand import operand
 from onegrid.ops.packed_attention import segments_of
 from onegrid.ops.table import kernels_for
@@ -246,7 +247,7 @@ def graph_seconds(function: Callable[[], object], device: torch.device) -> float
         function()
     wait(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         for _ in range(8):
             function()
     took = seconds(graph.replay, device) / 8
