@@ -98,3 +98,38 @@ def test_sleep_drops_graphs_and_wake_makes_new_ones(gpu):
     engine.sleep()
     engine.wake()
     assert_same_bytes(bytes_of(engine.generate(requests)), bytes_of(first))
+
+
+def test_an_adopted_plan_is_captured_anew(gpu):
+    engine = engine_of("dense", "mxfp8", device=gpu)
+    engine.generate(requests_of(5))
+    spec, plan = plan_of("dense", "bf16")
+    engine.adopt(plan)
+    push(snapshot_of(spec, plan, 3, version=1), engine)
+    prompts = [[1, 2, 3]]
+    assert_same_bytes(engine.probe(prompts, captured=True), engine.probe(prompts))
+    expected = engine_of("dense", "bf16", 3, device=gpu, capture=False).generate(requests_of(5))
+    assert_same_bytes([r.logp_R for r in engine.generate(requests_of(5))], [r.logp_R for r in expected])
+
+
+def test_a_capture_that_breaks_off_leaves_an_engine_that_captures(gpu, monkeypatch):
+    from onegrid.sampler import graphs
+
+    engine = engine_of("dense", "mxfp8", device=gpu)
+    requests, prompts, stream = requests_of(6), [[1, 2, 3], [4, 5]], torch.cuda.current_stream()
+    expected = engine_of("dense", "mxfp8", device=gpu, capture=False).generate(requests)
+    calls, step = [], graphs.step
+
+    def breaks(*arguments):
+        calls.append(step(*arguments))
+        if len(calls) == 3:  # two trial runs, then the one that is captured
+            torch.cuda.synchronize()  # no capture permits it
+
+    monkeypatch.setattr(graphs, "step", breaks)
+    with pytest.raises(RuntimeError):
+        engine.probe(prompts, captured=True)
+    assert torch.cuda.current_stream() == stream
+    for _ in range(2):
+        got = engine.generate(requests)
+        assert_same_bytes([r.logp_R for r in got], [r.logp_R for r in expected])
+        assert_same_bytes([r.tokens_R for r in got], [r.tokens_R for r in expected])

@@ -46,8 +46,10 @@ def probe_captured(graphs: Graphs, model: Model, prompts: Sequence[Sequence[int]
         state.prompt_S[rows] = torch.tensor([len(prompt) - 1 for prompt in part], device=device)
         state.forced_S[rows] = torch.tensor([prompt[-1] for prompt in part], device=device)
         state.length_S[rows], state.limit_S[rows], state.report_4S[ENDED, rows] = 0, 1, 0
-        graphs.replay(model, len(part), sampling)
-        state.forced_S[rows] = -1
+        try:
+            graphs.replay(model, len(part), sampling)
+        finally:
+            state.forced_S[rows] = -1  # or the next completions would be made of these tokens
         out += log_probs(model.logits(state.hidden_SD[rows]), 1.0).cpu().unbind()
     return out
 

@@ -117,7 +117,8 @@ class Engine:
         self.weights.kernels = kernels
         self.intake = Intake(self.weights, plan_digest=plan.digest)
         self.prefixes.clear()
-        self.graphs = None
+        if self.graphs is not None:
+            self.graphs.reset()  # they read the storage before
 
     @property
     def version(self) -> int | None:
