@@ -195,7 +195,7 @@ def diagnose(
     With --calibrate it measures what a pairing that is not exact differs by, for guard.calibration.
 
     \b
-    Example: onegrid diagnose runs/quickstart
+    Example: onegrid diagnose runs/quickstart-1
              onegrid diagnose runs/mixed --calibrate mixed.json
     """
     from onegrid.cli.diagnose import run

@@ -179,7 +179,7 @@ def _formats(place: torch.device) -> list[Finding]:
             if refusal(quantizer, partner, (512, 512), place)
             else 'native by recipe.matmul = "native"'
         )
-        return True, f"defined codes; products decoded to {dtype}; {native}"
+        return True, f"codes right, products in {dtype}, {native}"
 
     return [_tried("format", name, lambda name=name: work(name)) for name in CODES]  # type: ignore[misc]
 

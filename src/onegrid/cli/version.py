@@ -7,5 +7,6 @@ def run() -> None:
     """One line a library or device, as versions.json of a run directory has them."""
     from onegrid.rl.record import versions
 
-    for name, value in versions().items():
-        print(f"{name:<12} {value}")
+    found = versions()
+    for name, value in found.items():
+        print(f"{name:<{max(map(len, found))}} {value}")

@@ -13,9 +13,13 @@ class LoopConfig:
     """How long, and how much a step."""
 
     num_steps: int = 100
+    """Each makes one batch and one update of the weights."""
     prompts_per_step: int = 64
     samples_per_prompt: int = 8
+    """Completions of one prompt, which are judged against each other; at least 2."""
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """Reward over the mean of its group, divided by the deviation ("grpo") or not ("dr_grpo"); "rloo": over that of the
+    others."""
     truncated: Literal["keep", "mask"] = "keep"
     """Whether completions that were cut at the cap take part in the loss."""
     off_policy_steps: int = 0
