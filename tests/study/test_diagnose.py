@@ -144,6 +144,34 @@ def test_another_order_of_sums_is_named():
     assert found.cause.left.share_equal == 1.0
 
 
+def test_a_sampler_that_visits_other_experts_is_named_where_it_recorded_them(monkeypatch):
+    from onegrid.model import moe
+
+    right = moe.route
+
+    def other(x_ND, router_ED, *, top_k, normalize, forced_NK=None):
+        """The third instead of the second expert, for every other row: how an engine breaks what it takes for ties."""
+        found_NK = right(x_ND, router_ED, top_k=top_k + 1, normalize=normalize)[0]
+        taken_NK = found_NK[:, :top_k].clone()
+        taken_NK[::2, -1] = found_NK[::2, -1]
+        expert_NK, weight_NK, _ = right(x_ND, router_ED, top_k=top_k, normalize=normalize, forced_NK=taken_NK)
+        return expert_NK, weight_NK, expert_NK
+
+    bench = synced()
+    asked = Sampling(max_new_tokens=6, record_routing=True)
+    requests = [Request(prompt_index=i, sample=0, prompt_tokens=(3 + i,), seed=0, sampling=asked) for i in range(6)]
+    with monkeypatch.context() as patch:
+        patch.setattr(moe, "route", other)
+        batch = batch_of(bench.sampler.generate(requests))  # prompts of one token, so that all experts are recorded
+    found = diagnose(bench.learner, bench.sampler, batch)
+    assert found.before.share_equal < 1
+    assert found.cause is not None and found.cause.name == causes.ROUTING
+    assert found.cause.left.share_equal == 1.0
+    assert "other experts" in "".join(found.lines())
+    healthy = batch_of(bench.sampler.generate(requests))
+    assert diagnose(bench.learner, bench.sampler, healthy).cause is None
+
+
 def test_a_kept_set_that_the_learner_does_not_know_is_named():
     bench = synced()
     made = rollouts(bench, top_p=0.6)

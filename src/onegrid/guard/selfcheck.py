@@ -8,6 +8,16 @@ Bound. With u = 2^-23 (tensor cores truncate; FP32 arithmetic rounds at 2^-24), 
 is within (K + 16) u sum |a||w| of the true one, where 16 covers factors and bias, and the sum is at most |a| |w| in
 Euclidean norms; one rounding to BF16 adds 2^-8 |y|. Higham, Accuracy and Stability of Numerical Algorithms (2002),
 section 3.1.
+
+Native FP8 (`recipe.matmul = "native"`) on Hopper has a wider one. One instruction adds 32 products to a partial sum: it
+aligns all 33 to the largest exponent, cuts each to 13 fraction bits, adds exactly, and cuts the sum to 13. No addend is
+larger than S = sum |a||w| of the 128 products of a block, so each of 33 cuts loses less than 2^-13 S, and the last
+2^-13 of a sum that is no larger than S: 34 a step, but the first step's partial sum is 0 and cuts nothing, 4 steps a
+block: 135 x 2^-13 S, 1.65 % of S (a count that leaves the cut of each sum out gives 132). That partial sums may be too
+large by as much multiplies this by 1 + 135 x 2^-13. Blocks are added in FP32, whose bound is above; codes with one
+scale a row or tensor are taken to be added in blocks of 128 too, fast accumulation being off. It is a bound for all
+inputs: random ones have errors some hundred times smaller. So it sees kernels that read other operands, not single
+codes, which digest and operands see. The alignment is that of MMA-Sim (arXiv 2511.10909).
 """
 
 from __future__ import annotations
@@ -28,6 +38,9 @@ from onegrid.sampler.base import Sampler
 
 CHECK, CONDITION = "selfcheck", "C3"
 UNIT = 2.0**-23
+NATIVE_UNIT = 2.0**-13
+STEP, BLOCK = 32, 128
+"""Products of one FP8 instruction, and of one partial sum."""
 ROWS = 16
 
 
@@ -61,8 +74,14 @@ def _check(plan: Plan, sampler: Sampler, snapshot: Snapshot, per_sync: int) -> V
         bias = [snapshot.tensors.get(name.removesuffix("weight") + "bias") for name in names]
         weights = [snapshot.tensors[name] for name in names]
         stacked = is_stack(key)
+        activation = plan[names[0]].sampler_activation
         excess_E = _excess(
-            x if stacked else x[None], y if stacked else y[None], weights, plan[names[0]].sampler_activation, bias[0]
+            x if stacked else x[None],
+            y if stacked else y[None],
+            weights,
+            activation,
+            bias[0],
+            native=plan.matmul == "native" and not stacked and activation is not None,
         )
         for name, excess in zip(names, excess_E.tolist(), strict=True):
             if excess > 1.0:
@@ -91,18 +110,35 @@ def _inputs(width: int, num_experts: int | None, snapshot: Snapshot) -> Tensor:
 
 
 def _excess(
-    x_EMK: Tensor, y_EMN: Tensor, weights: Sequence[Canonical], activation: str | None, bias_N: Canonical | None
+    x_EMK: Tensor,
+    y_EMN: Tensor,
+    weights: Sequence[Canonical],
+    activation: str | None,
+    bias_N: Canonical | None,
+    *,
+    native: bool,
 ) -> Tensor:
     """FP64 [E]: largest error of every matrix over its bound; infinite where an output is not finite."""
     a_EMK = (x_EMK if activation is None else dequantize(quantize(x_EMK, QUANTIZERS[activation]))).double()
     w_ENK = _values(weights).double()
     want_EMN = torch.bmm(a_EMK, w_ENK.mT)
     size_EMN = a_EMK.norm(dim=-1)[:, :, None] * w_ENK.norm(dim=-1)[:, None, :]
+    width = a_EMK.shape[-1]
+    bound_EMN = (width + 16) * UNIT * size_EMN
+    if native and isinstance(weights[0], QuantTensor):
+        bound_EMN = bound_EMN + native_loss() * torch.bmm(a_EMK.abs(), w_ENK.abs().mT)
     if isinstance(bias_N, Tensor):
-        want_EMN, size_EMN = want_EMN + bias_N.double(), size_EMN + bias_N.double().abs()
-    bound_EMN = (a_EMK.shape[-1] + 16) * UNIT * size_EMN + 2.0**-8 * want_EMN.abs() + 2.0**-126
+        want_EMN = want_EMN + bias_N.double()
+        bound_EMN = bound_EMN + (width + 16) * UNIT * bias_N.double().abs()
+    bound_EMN = bound_EMN * (1 + 2.0**-8) + 2.0**-8 * want_EMN.abs() + 2.0**-126
     ratio_EMN = (y_EMN.double() - want_EMN).abs() / bound_EMN
     return ratio_EMN.nan_to_num(nan=torch.inf, posinf=torch.inf).amax((-2, -1))
+
+
+def native_loss() -> float:
+    """Largest error of a native FP8 partial sum of BLOCK products, over the sum of their sizes; see above."""
+    loss = (BLOCK // STEP * (STEP + 2) - 1) * NATIVE_UNIT
+    return loss * (1 + loss)
 
 
 def _values(weights: Sequence[Canonical]) -> Tensor:
