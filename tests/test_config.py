@@ -119,6 +119,9 @@ def test_every_key_has_a_row_in_the_reference():
     ("override", "said"),
     [
         ("sampling.temperature=nan", "sampling: temperature is nan; allowed: 0 or larger"),
+        ("learner.max_grad_norm=nan", "max_grad_norm nan"),
+        ("learner.weight_decay=nan", "weight_decay nan must be finite"),
+        ("learner.eps=inf", "eps inf above 0 and finite"),
         ("sampling.top_p=2", "sampling: top_p is 2.0; allowed: above 0, up to 1"),
         ("sampling.top_k=-1", "sampling: top_k is -1"),
         ("sampling.max_new_tokens=0", "sampling: max_new_tokens is 0"),

@@ -78,11 +78,14 @@ class LearnerConfig:
             raise ConfigError(
                 f"decay_steps {self.decay_steps} must be beyond warmup_steps {self.warmup_steps}, or 0 for no decay"
             )
-        if not (0.0 <= self.beta1 < 1.0 and 0.0 <= self.beta2 < 1.0 and self.eps > 0.0):
-            raise ConfigError(f"beta1 {self.beta1} and beta2 {self.beta2} must be in [0, 1) and eps {self.eps} above 0")
-        if self.weight_decay < 0.0 or self.max_grad_norm < 0.0 or self.max_tokens < 1:
+        if not (0.0 <= self.beta1 < 1.0 and 0.0 <= self.beta2 < 1.0 and 0.0 < self.eps < float("inf")):
             raise ConfigError(
-                f"weight_decay {self.weight_decay} and max_grad_norm {self.max_grad_norm} must not be negative "
+                f"beta1 {self.beta1} and beta2 {self.beta2} must be in [0, 1) and eps {self.eps} above 0 and finite"
+            )
+        sound = 0.0 <= self.weight_decay < float("inf") and self.max_grad_norm >= 0.0  # NaN compares as False
+        if not sound or self.max_tokens < 1:
+            raise ConfigError(
+                f"weight_decay {self.weight_decay} must be finite, it and max_grad_norm {self.max_grad_norm} not negative, "
                 f"and max_tokens {self.max_tokens} at least 1"
             )
 

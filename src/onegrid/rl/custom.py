@@ -48,7 +48,7 @@ def compute_scores(function: Callable[..., Any], items: Sequence[Item], **settin
                 extra_info=dict(item.extra_info),
                 **settings,
             )
-        except Exception as error:  # foreign code; a fault is counted, and one everywhere fails the run
+        except (Exception, SystemExit) as error:  # foreign code; a fault is counted, one everywhere fails the run
             verdicts.append(Verdict(reward=None, reason=f"{type(error).__name__}: {error}"))
             continue
         verdicts.append(_verdict(score.get("score") if isinstance(score, Mapping) else score, "compute_score"))
@@ -75,7 +75,7 @@ def trl_scores(function: Callable[..., Any], items: Sequence[Item], **settings: 
     }
     try:
         scores = list(function(**_accepted(function, columns), **settings))
-    except Exception as error:  # foreign code, as above
+    except (Exception, SystemExit) as error:  # foreign code, as above
         return [Verdict(reward=None, reason=f"{type(error).__name__}: {error}")] * len(items)
     if len(scores) != len(items):
         return [Verdict(reward=None, reason=f"{len(scores)} rewards for {len(items)} completions")] * len(items)
@@ -99,7 +99,7 @@ def load_function(path: str) -> Callable[..., Any]:
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(place)
-    except Exception as error:  # whatever a module can raise while it is loaded
+    except (Exception, SystemExit) as error:  # whatever a module can raise while it is loaded
         raise ConfigError(f"cannot import the reward function {path!r}: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -111,11 +111,19 @@ def load_function(path: str) -> Callable[..., Any]:
 def _verdict(score: Any, who: str) -> Verdict:
     try:
         value = float(score)
-    except (TypeError, ValueError):
-        return Verdict(reward=None, reason=f"{who} gave {score!r}, which is not a number")
+    except Exception as error:  # whatever an object of foreign code raises; OverflowError of 10**400
+        return Verdict(
+            reward=None, reason=f"{who} gave {_shown(score)}, which is not a number ({type(error).__name__})"
+        )
     if not math.isfinite(value):
         return Verdict(reward=None, reason=f"{who} gave {value}")
     return Verdict(reward=value)
+
+
+def _shown(score: Any) -> str:
+    if score is None or isinstance(score, str):
+        return repr(score if score is None else score[:40])
+    return f"an object of type {type(score).__name__}"  # its own repr may raise, or be long
 
 
 def _names(items: Sequence[Item]) -> list[str]:

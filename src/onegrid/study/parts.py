@@ -165,7 +165,7 @@ def draw_once(task: Task, config: RunConfig) -> tuple[list[Prompt], list[Prompt]
 
     Raises TaskError if there are too few of either. A half run has no evaluation, and one that only learns no problems.
     """
-    first = [] if config.debug.train_only else task.prompts(0)
+    first = [] if config.debug.train_only else task.prompts(1)
     half = config.debug.rollouts_only or bool(config.debug.train_only)
     return first, [] if half else task.held_out(config.eval.num_problems)
 
