@@ -144,6 +144,8 @@ GOOD = {"question": "1+1=", "answer": "2"}
         ),
         ({"question": "1+2=", "answer": None}, "no_label", "row 2: answer is empty"),
         ({"question": "1+2=", "answer": ""}, "no_label", "row 2: answer is empty"),
+        ({"question": "1+2=", "answer": float("nan")}, "no_label", "row 2: answer is nan"),
+        (b'{"question": "1+2=", "answer": 1e999}', "no_label", "row 2: answer is inf"),
         ({"question": "1+2=", "reply": "3"}, "no_column", "row 2 has no 'answer'"),
         ({"question": 12, "answer": "3"}, "bad_prompt", "row 2: question is 12, not text or a chat"),
         ({"question": [], "answer": "3"}, "bad_prompt", r"row 2: question is \[\]"),

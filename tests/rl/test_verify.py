@@ -82,7 +82,7 @@ def test_an_answer_must_be_of_the_type_of_the_data(answer_type, completion, rewa
     assert verify_math(completion, "12", answer_type=answer_type).reward == reward
 
 
-@pytest.mark.parametrize("label", [None, True, "", [5], {"a": 1}])
+@pytest.mark.parametrize("label", [None, True, "", [5], {"a": 1}, float("nan"), float("inf")])
 def test_case_V7_a_label_that_says_nothing_is_unscorable_and_not_wrong(label):
     verdict = verify_math("5", label)
     assert verdict.reward is None and "label" in verdict.reason

@@ -85,8 +85,8 @@ class LearnerConfig:
         sound = 0.0 <= self.weight_decay < float("inf") and self.max_grad_norm >= 0.0  # NaN compares as False
         if not sound or self.max_tokens < 1:
             raise ConfigError(
-                f"weight_decay {self.weight_decay} must be finite, it and max_grad_norm {self.max_grad_norm} not negative, "
-                f"and max_tokens {self.max_tokens} at least 1"
+                f"weight_decay {self.weight_decay} must be finite, neither it nor max_grad_norm {self.max_grad_norm} "
+                f"negative, and max_tokens {self.max_tokens} at least 1"
             )
 
 

@@ -7,6 +7,7 @@ has question and answer. Other files name their keys, as in Miles and slime.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -152,8 +153,9 @@ class Reader:
         if value is MISSING:
             raise no_column(row, key, setting="label_key")
         kind = _type_of(value)
-        if kind == "nothing" or value == "":
-            raise RowError(f"{row.place}: {key} is empty; every problem needs a label", kind="no_label")
+        if kind == "nothing" or value == "" or (isinstance(value, float) and not math.isfinite(value)):
+            found = "empty" if kind == "nothing" or value == "" else value  # NaN is how pandas writes nothing
+            raise RowError(f"{row.place}: {key} is {found}; every problem needs a label", kind="no_label")
         self._label_type = self._label_type or kind
         if kind != self._label_type:
             raise RowError(

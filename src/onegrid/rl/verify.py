@@ -7,6 +7,7 @@ stop native code; they are switched off here, and a limit that holds is put arou
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -54,6 +55,8 @@ def compare_numbers(completion: str, label: object, *, answer_type: str = "auto"
         raise ConfigError(f'answer_type is "{answer_type}"; allowed are {", ".join(ANSWER_TYPES)}')
     if isinstance(label, bool) or not isinstance(label, str | int | float):
         return Verdict(reward=None, reason=f"the label {label!r} is a {type(label).__name__}, not text or a number")
+    if isinstance(label, float) and not math.isfinite(label):
+        return Verdict(reward=None, reason=f"the label is {label}, which is no number")
     wanted = str(label)
     wanted = unboxed(final_answer(wanted) or wanted)
     if not wanted:
