@@ -9,14 +9,21 @@ import pytest
 import torch
 
 from onegrid.errors import CapabilityError, ConfigError, RecipeError
+from onegrid.formats import QUANTIZERS, quantize
 from onegrid.guard.audit import audit
+from onegrid.guard.byte_comparison import stale_transposes
 from onegrid.guard.fallback import with_bf16
 from onegrid.guard.freshness import fresh_sampler, fresh_tokens
-from onegrid.guard.guard import CHECKS, GuardConfig, check_step, guard_of
+from onegrid.guard.guard import CHECKS, GuardConfig, check_step, guard_of, keep_in_bf16
+from onegrid.guard.inject_learner import both_sides_forget
 from onegrid.guard.injection import after_derive, after_load, wrap
 from onegrid.guard.selfcheck import linears
+from onegrid.guard.sentinel import Expectation
 from onegrid.guard.turns import due, turns
 from onegrid.guard.verdict import FailedChecks, closed, passed
+from onegrid.learner.grid_linear import Site
+from onegrid.ops.native import native_operand_of, transposed
+from onegrid.ops.operand import Operand
 from onegrid.study.corruptions import whole
 from onegrid.types import Batch, Request, Sampling
 from tests.bytes import assert_same_bytes
@@ -279,3 +286,40 @@ def test_an_update_after_which_nothing_was_quantized_is_seen_whoever_made_it():
             pair.sync()
         (verdict,) = caught.value.verdicts
         assert (verdict.check, verdict.condition) == ("bytes", "C2") and "lm_head.weight" in verdict.tensors
+
+
+def test_an_operand_that_both_sides_forgot_is_seen_whosever_turn_it_is():
+    for seed in range(2):  # o_proj has its turn in one version of fourteen
+        pair = Pair(off=("selfcheck", "probe"))
+        pair.learner.version += seed
+        pair.sync()
+        pair.bench.at = pair.learner.version + 1
+        both_sides_forget(pair.bench)
+        pair.update()
+        with pytest.raises(FailedChecks) as caught:
+            pair.sync()
+        verdict = caught.value.verdicts[0]
+        assert (verdict.check, verdict.tensors) == ("bytes", ("model.layers.1.self_attn.o_proj.weight",))
+
+
+def test_a_transpose_that_was_not_made_again_is_seen():
+    def native(seed: int) -> Operand:
+        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+        return native_operand_of(quantize(x, QUANTIZERS["fp8_tensor"]))
+
+    def site(rowwise: Operand, kept: Operand | None) -> Site:
+        return Site("k", rowwise, QUANTIZERS["fp8_tensor"], None, "quantized", transposed=kept)
+
+    new, old = native(1), native(0)
+    sites = {"right": site(new, transposed(new)), "stale": site(new, transposed(old)), "none": site(new, None)}
+    assert stale_transposes(sites, [*sites, "other"]) == ["stale"]
+
+
+def test_a_fallback_forgets_a_calibration_that_was_of_another_plan(tmp_path):
+    pair = Pair("tied", "fp8_tensor")
+    keys = {"mismatch/kl": 1.0}
+    pair.guard.sentinel.expectation = Expectation(
+        mean=keys, deviation=keys, model="m", plan_digest=pair.learner.plan.digest, engine="e", num_steps=20
+    )
+    keep_in_bf16(pair.learner, pair.sampler, pair.guard, ["model.layers.1.self_attn.o_proj.weight"])
+    assert pair.guard.sentinel.expectation is None and not pair.guard.sentinel.exact

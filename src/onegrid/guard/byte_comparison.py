@@ -2,7 +2,8 @@
 
 Three links, every tensor. Masters to codes: there was no update, and torch has not written to a master, since its
 codes were made, and the codes have the digest that they were made with. Codes to operands: the operands are the bytes
-that the sampler derived from its own copy of the codes. Operands to linears: every linear reads these operands, with
+that the sampler derived from its own copy of the codes, and torch has written to them since their codes moved, so that
+the two sides did not both forget. Operands to linears: every linear reads these operands, with
 the backward mode of the plan.
 Where something is not as it should be, codes are quantized and operands derived again, and compared byte for byte.
 What none of it sees, a making that does not repeat or a master that changed by itself, is found in turns: with n
@@ -13,7 +14,7 @@ every synchronization, another row each time, and masters whose turn it is are m
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -22,29 +23,42 @@ from onegrid.guard.causes import NOT_MERGED
 from onegrid.guard.locate import first_difference
 from onegrid.guard.turns import due
 from onegrid.guard.verdict import Verdict, closed, failed, passed, shorten
+from onegrid.learner.grid_linear import Site
 from onegrid.learner.learner import Learner
 from onegrid.model.canonical import parts_of, raw_bytes
-from onegrid.model.derived import canonical_parts, sums_of
+from onegrid.model.derived import canonical_parts, in_doubt, sums_of
 from onegrid.model.publish import publish
 from onegrid.model.stacks import is_stack
+from onegrid.ops.native import transposed
 
 CHECK, CONDITION = "bytes", "C2"
 
 
 @torch.no_grad()
-def compare_bytes(learner: Learner, *, doubted: Iterable[str] | None = None, per_sync: int = 1) -> Verdict:
+def compare_bytes(
+    learner: Learner,
+    *,
+    doubted: Iterable[str] | None = None,
+    per_sync: int = 1,
+    writes: dict[str, tuple[int, int]] | None = None,
+) -> Verdict:
     """Masters to codes to operands to linears, every tensor.
 
     doubted   keys whose operands the sampler does not hold in the same bytes; None: nobody compared
     per_sync  keys that are made again in any case
+    writes    of the call before, by key: the digest of the codes and torch's count of writes to the operand; gets those
+              of this call. None or empty: nothing is known
     """
-    return closed(CHECK, CONDITION, lambda: _compare(learner, doubted, per_sync))
+    return closed(CHECK, CONDITION, lambda: _compare(learner, doubted, per_sync, {} if writes is None else writes))
 
 
-def _compare(learner: Learner, doubted: Iterable[str] | None, per_sync: int) -> Verdict:
+def _compare(
+    learner: Learner, doubted: Iterable[str] | None, per_sync: int, writes: dict[str, tuple[int, int]]
+) -> Verdict:
     live, plan = learner.live, learner.plan
     canonical = dict(zip(live.held, sums_of([canonical_parts(x) for x in live.held.values()]), strict=True))
     turn = due(list(learner.masters), version=learner.version, per_sync=per_sync)
+    forgotten = _not_written(learner, canonical, writes)
     apart = _not_merged(learner, turn)
     if apart:
         return failed(
@@ -55,12 +69,12 @@ def _compare(learner: Learner, doubted: Iterable[str] | None, per_sync: int) -> 
             found=f"others in {shorten(apart)}",
             cause=NOT_MERGED,
         )
-    in_doubt = [
+    unclear = [
         key
         for key, master in learner.masters.items()
         if learner.written.get(key) != (learner.num_updates, master._version, canonical[key])
     ]
-    wrong, where = _requantized(learner, [*in_doubt, *turn])
+    wrong, where = _requantized(learner, [*unclear, *turn])
     if wrong:
         return failed(
             CHECK,
@@ -73,7 +87,7 @@ def _compare(learner: Learner, doubted: Iterable[str] | None, per_sync: int) -> 
             "after which it did not quantize, or memory that was overwritten",
         )
     try:
-        live.verify(None if doubted is None else dict.fromkeys([*doubted, *turn]))
+        live.verify(None if doubted is None else dict.fromkeys([*doubted, *forgotten, *turn]))
     except SyncError as error:
         return failed(
             CHECK,
@@ -94,6 +108,16 @@ def _compare(learner: Learner, doubted: Iterable[str] | None, per_sync: int) -> 
             found=f"linears with operands of their own: {shorten(strangers)}",
             cause="a copy of the weights that the learner's forward keeps",
         )
+    turned = stale_transposes(sites, [*forgotten, *turn])
+    if turned:
+        return failed(
+            CHECK,
+            CONDITION,
+            tensors=[name for key in turned for name in learner.keys[key]],
+            expected="transposes, which dgrad reads, of the published codes",
+            found=f"others of {shorten(turned)}",
+            cause="a transpose of a native operand that was not made again with its version",
+        )
     modes = {key: plan[learner.keys[key][0]].backward or "high_precision" for key in sites}
     ignored = [key for key, site in sites.items() if site.backward != modes[key] or set(site.calls) - {modes[key]}]
     if ignored:
@@ -106,6 +130,25 @@ def _compare(learner: Learner, doubted: Iterable[str] | None, per_sync: int) -> 
             cause="a backward mode that was asked for and is not the one that runs",
         )
     return passed(CHECK, CONDITION)
+
+
+def _not_written(learner: Learner, canonical: dict[str, int], writes: dict[str, tuple[int, int]]) -> list[str]:
+    """Keys whose codes have moved since the last call and whose operand nobody has written to."""
+    now = {key: (canonical[key], o.values._version) for key, o in learner.live.operands.items()}
+    forgotten = [
+        key
+        for key, (made, count) in now.items()
+        if key in writes and writes[key][0] != made and writes[key][1] == count
+    ]
+    writes.clear()
+    writes.update(now)
+    return forgotten
+
+
+def stale_transposes(sites: Mapping[str, Site], keys: Iterable[str]) -> list[str]:
+    """Those of `keys` whose kept transpose is not that of the published operand, byte for byte."""
+    held = {key: kept for key in keys if key in sites and (kept := sites[key].transposed) is not None}
+    return in_doubt(held, {key: transposed(sites[key].published()) for key in held})
 
 
 def _not_merged(learner: Learner, turn: Iterable[str]) -> list[str]:

@@ -140,5 +140,15 @@ ROWS: tuple[Fault, ...] = (
         cause=NOT_MERGED,
         model="adapted",
     ),
+    row(
+        "both_sides_forget",
+        "C3",
+        "neither side derives one linear's operand again: they agree, on that of the version before",
+        learner.both_sides_forget,
+        BYTES,
+        DIGEST,
+        SELF,
+        reported=("C2", "C3"),
+    ),
     row("nan_in_master", "C6", "one weight of the learner is NaN", learner.nan_in_master, FINITE, names=False),
 )

@@ -115,6 +115,8 @@ class Guard:
     """Version and verdict of the last probe."""
     doubted: bool = False
     """Whether the synchronization before was refused."""
+    writes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """See `byte_comparison.compare_bytes`."""
     bf16: list[str] = field(default_factory=list)
     """Tensors that fell back to BF16."""
     observe: Callable[[list[Verdict]], None] | None = None
@@ -201,7 +203,9 @@ def keep_in_bf16(learner: Learner, sampler: Sampler, guard: Guard, names: Iterab
     changed = fall_back(learner, sampler, dict.fromkeys(names))
     guard.bf16 += changed
     guard.sentinel.exact = learner.plan.exact and sampler.capabilities.bits
+    guard.sentinel.expectation = None  # it was measured with another plan
     guard.answers = guard.manifest = None
+    guard.writes.clear()
     return changed
 
 
@@ -270,7 +274,7 @@ def _examine(
     if guard.runs("bytes") or guard.runs("digest"):
         doubted = digests.doubts(learner, sampler)
     if guard.runs("bytes"):
-        out.append(byte_comparison.compare_bytes(learner, doubted=doubted, per_sync=per_sync))
+        out.append(byte_comparison.compare_bytes(learner, doubted=doubted, per_sync=per_sync, writes=guard.writes))
     if guard.runs("audit"):
         out.append(audit.audit(learner.plan, sampler))
     if guard.runs("digest"):

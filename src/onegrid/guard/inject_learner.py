@@ -106,3 +106,17 @@ def adapters_not_merged(bench: Bench) -> None:
         return None
 
     wrap(adapters, "merge", merge)
+
+
+def both_sides_forget(bench: Bench) -> None:
+    """Neither side derives the operand of one linear again, so both hold the same one, of the version before."""
+    key = [key for key in bench.learner.keys if key.endswith("o_proj.weight")][-1]
+
+    def derive(original: Callable[..., None], keys: Any = None) -> None:
+        if not bench.armed:
+            return original(keys)
+        bench.touch(bench.learner.keys[key])
+        return original([k for k in (bench.learner.keys if keys is None else keys) if k != key])
+
+    wrap(bench.learner.live, "derive", derive)
+    wrap(bench.weights, "derive", derive)
