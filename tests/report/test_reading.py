@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from onegrid.errors import CheckpointError
-from onegrid.report.charts import MAX_POINTS, charts, thin
+from onegrid.report.charts import MAX_POINTS, charts, running_mean, thin
 from onegrid.report.facts import facts, mismatch, number
 from onegrid.report.lights import MAX_LIGHTS, rows
 from onegrid.report.network import picture
@@ -31,6 +31,11 @@ def shown(folder, width=100):
     console = Console(file=io.StringIO(), width=width)
     watch(folder, once=True, every=1.0, console=console)
     return console.file.getvalue()
+
+
+def test_a_running_mean_looks_back_and_never_ahead():
+    assert running_mean([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
+    assert running_mean([1.0, 3.0, 5.0, 100.0], 3)[:3] == [1.0, 2.0, 3.0]
 
 
 def test_a_thinned_line_keeps_ends_and_extremes_and_its_order():
@@ -248,3 +253,22 @@ def test_a_run_without_any_step_can_be_looked_at(tmp_path):
     assert all(not chart.get("series") or chart["id"] == "reward" for chart in charts([run]))
     assert "0 of 12" in shown(folder)
     assert view(run, 60)
+
+
+def test_numbers_that_nothing_draws_and_nests_without_end_are_left_out_and_said(tmp_path):
+    folder = write_run(tmp_path / "run")
+    append(folder, step=10**400, **{"train/loss": 1.0})
+    append(folder, step=4, **{"train/loss": 10**400, "rollout/raw_reward": True})
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write("[" * 100_000 + "\n")
+    for step in ([1], {"a": 1}, 10**400, "2", None):
+        with open(folder / "incidents.jsonl", "a") as file:
+            file.write(json.dumps({"step": step, "check": "digest", "tensors": 3}) + "\n")
+    for name in ("plan.json", "versions.json"):
+        (folder / name).write_text("[" * 100_000)
+    run = read_run(folder)
+    assert run.last_step < 10**6 and not any(abs(v) > 2**53 for v in run.series("train/loss")[1])
+    assert [i["step"] for i in run.incidents[-5:]] == [None] * 5
+    said = " ".join(run.missing)
+    assert "without a step" in said and "are no objects" in said and "plan.json is not JSON" in said
+    assert facts(run) and rows(run) and charts([run]) and "digest" in shown(folder)

@@ -50,8 +50,7 @@ def at_step(monkeypatch, step, act):
     monkeypatch.setattr(loop.Record, "metrics", metrics)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 0), (signal.SIGINT, 2)])
 def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(whole, tmp_path, monkeypatch, number, step):
     path, run_dir = whole
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)

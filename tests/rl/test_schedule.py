@@ -154,6 +154,21 @@ def test_rollouts_that_are_not_there_or_of_another_kind_are_refused_by_name(tmp_
         replay(resume=True)
 
 
+@pytest.mark.parametrize("strange", [18, -1])
+def test_rollouts_of_a_model_with_other_ids_are_refused_before_a_product_reads_them(off, tmp_path, strange):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path, run_dir = off
+    kept = tmp_path / "step_000001.parquet"
+    table = pq.read_table(run_dir / "rollouts" / kept.name)
+    place = table.column_names.index("tokens")
+    tokens = [[strange, *row[1:]] for row in table["tokens"].to_pylist()]
+    pq.write_table(table.set_column(place, "tokens", pa.array(tokens, pa.list_(pa.int32()))), kept)
+    with pytest.raises(CheckpointError, match=rf"has token {strange}, but the ids of this model are 0 \.\. 17"):
+        train(path, tmp_path / "run", f"debug.train_only={tmp_path}")
+
+
 def test_kl_can_be_paid_in_the_reward(tmp_path):
     path = write_tiny_run(tmp_path)
     train(path, tmp_path / "run", "loop.kl_in_reward=0.5", "recipe.preset=bf16", steps=2)

@@ -12,6 +12,9 @@ from typing import Any, TypeGuard
 
 from onegrid.errors import CheckpointError
 
+MOST = 2**53
+"""Of integers: what a double, and so a chart, holds exactly."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -62,8 +65,14 @@ class Run:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """A finite int or float; True and False are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """A finite float, or an int of at most 2^53; True and False are none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= MOST if isinstance(value, int) else math.isfinite(value)
+
+
+def _is_step(value: object) -> bool:
+    return is_number(value) and isinstance(value, int)
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -88,15 +97,17 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     config: dict[str, Any] = {}
     try:
         config = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         missing.append(f"config.toml is not TOML ({error}); it is shown as it is, and nothing is taken from it.")
     incidents = _lines(folder / "incidents.jsonl", missing, "whether there were incidents is not known")
     for incident in incidents:
         tensors = incident.get("tensors") or []
         incident["tensors"] = list(map(str, tensors if isinstance(tensors, list) else [tensors]))
+        if not _is_step(incident.get("step")):
+            incident["step"] = None
     metrics = _lines(folder / "metrics.jsonl", missing, "nothing was measured yet")
-    by_step = {line["step"]: line for line in metrics if type(line.get("step")) is int}
-    if len(metrics) > sum(type(line.get("step")) is int for line in metrics):
+    by_step = {line["step"]: line for line in metrics if _is_step(line.get("step"))}
+    if len(metrics) > sum(_is_step(line.get("step")) for line in metrics):
         missing.append("Lines of metrics.jsonl without a step are left out.")
     if metrics and not any(step > 0 for step in by_step):
         missing.append("No training step is done yet.")
@@ -129,7 +140,7 @@ def _object(path: Path, missing: list[str], so: str) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         missing.append(f"{path.name} is not JSON ({error}): {so}.")
         return {}
     if not isinstance(found, dict):
@@ -149,7 +160,7 @@ def _lines(path: Path, missing: list[str], so: str) -> list[dict[str, Any]]:
     for i, line in enumerate(whole):
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
         if isinstance(value, dict):
             found.append(value)

@@ -76,7 +76,9 @@ def train(
     drawing = Drawing(task=task, sampler=sampler, config=config, dynamic=dynamic, sampling=sampling, seed=seed)
 
     def draw(step: int, clock: Clock) -> Drawn:
-        return drawing.groups(step, clock) if replay is None else read_rollouts(replay, step, sampling)
+        if replay is not None:
+            return read_rollouts(replay, step, sampling, vocab_size=learner.spec.vocab_size)
+        return drawing.groups(step, clock)
 
     def publish(step: int) -> dict[str, float]:
         if replay is not None:

@@ -100,10 +100,11 @@ def drawn_from(table: Any, sampling: Sampling, *, place: str) -> Drawn:
     )
 
 
-def read_rollouts(folder: Path, step: int, sampling: Sampling) -> Drawn:
+def read_rollouts(folder: Path, step: int, sampling: Sampling, *, vocab_size: int) -> Drawn:
     """The rollouts of one step of a run directory, or of a folder with its parquet files.
 
-    Raises CheckpointError for a file that is missing or no such table.
+    vocab_size  of the model that learns from them
+    Raises CheckpointError for a file that is missing or no such table, or that has ids which the model has no row for.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -117,7 +118,15 @@ def read_rollouts(folder: Path, step: int, sampling: Sampling) -> Drawn:
             f"cannot read the rollouts of step {step} from {path}: {error}; a run keeps those of every step with "
             "record.rollouts_every = 1"
         ) from error
-    return drawn_from(table, sampling, place=str(path))
+    drawn = drawn_from(table, sampling, place=str(path))
+    found = {i for g in drawn.generated for r in g.rollouts for i in (*r.request.prompt_tokens, *r.tokens_R.tolist())}
+    strange = [i for i in found if not 0 <= i < vocab_size]
+    if strange:
+        raise CheckpointError(
+            f"{path} has token {strange[0]}, but the ids of this model are 0 .. {vocab_size - 1}: it is of a run with "
+            "another model; learn from its rollouts with that one"
+        )
+    return drawn
 
 
 def file_name(step: int) -> str:
