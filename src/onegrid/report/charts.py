@@ -13,6 +13,9 @@ from onegrid.report.reading import Run, is_number
 MAX_POINTS = 2000
 """Per line; of longer runs every bin of steps shows its smallest and its largest value, so that no peak is lost."""
 
+MEAN_OF = 10
+"""Steps of the running mean of a noisy line; drawn where there are twice as many."""
+
 STAGES = ("rollout", "scoring", "reference", "logprob", "update", "sync", "eval")
 
 LINES: list[dict[str, Any]] = [
@@ -22,6 +25,7 @@ LINES: list[dict[str, Any]] = [
         "title": "Reward",
         "note": "Mean over the rollouts of a step; points with bars are held-out accuracy with its 95 % interval.",
         "keys": {"rollout/raw_reward": "reward"},
+        "smooth": True,
     },
     {
         "id": "length",
@@ -121,6 +125,7 @@ LINES: list[dict[str, Any]] = [
         "id": "rate",
         "section": "gradients",
         "title": "Learning rate",
+        "note": "Of the optimizer, with warm-up and decay.",
         "keys": {"train/lr": "rate"},
         "from_zero": True,
     },
@@ -129,6 +134,7 @@ LINES: list[dict[str, Any]] = [
         "section": "time",
         "title": "Sampler speed",
         "unit": "tokens/s",
+        "note": "Response tokens over the time that the step's rollouts took.",
         "keys": {"perf/rollout_tokens_per_second": "tokens/s"},
         "from_zero": True,
     },
@@ -137,6 +143,7 @@ LINES: list[dict[str, Any]] = [
         "section": "time",
         "title": "Memory, high-water mark",
         "unit": "bytes",
+        "note": "The most that the process has held up to a step.",
         "keys": {"perf/gpu_memory_bytes": "GPU", "perf/host_memory_bytes": "host"},
         "from_zero": True,
     },
@@ -160,12 +167,20 @@ def _lines(spec: dict[str, Any], runs: Sequence[Run]) -> dict[str, Any]:
         chart["note"] = f"{spec.get('note', '')} Of several runs: {spec['keys'][measured[0]]}.".strip()
     for i, run in enumerate(runs):
         for j, key in enumerate(measured):
-            steps, values = thin(*run.series(key))
+            steps, values = run.series(key)
             if not values:
                 continue
             words = spec["keys"][key]
             name, color = (words, j) if len(runs) == 1 else (run.name, i)
-            chart["series"].append({"name": name, "key": key, "x": steps, "y": values, "color": color})
+            drawn = [{"name": name, "key": key, "y": values, "color": color}]
+            if spec.get("smooth") and len(values) >= 2 * MEAN_OF:
+                drawn[0]["faint"] = True
+                what = f"mean of {MEAN_OF} steps"
+                label = what if len(runs) == 1 else f"{name}, {what}"
+                drawn.append({"name": label, "key": "", "y": running_mean(values, MEAN_OF), "color": color})
+            for line in drawn:
+                line["x"], line["y"] = thin(steps, line["y"])
+            chart["series"] += drawn
         if spec["id"] == "reward":
             chart["series"] += _accuracies(run, i, len(runs))
     return chart
@@ -279,6 +294,11 @@ def _depth(key: str) -> tuple[int, int, str]:
     if number.isdigit():
         return (1, int(number), name)
     return (0 if "embed" in name else 2, 0, name)
+
+
+def running_mean(values: Sequence[float], width: int) -> list[float]:
+    """Mean of each value and those before it, `width` of them at most."""
+    return [math.fsum(some) / len(some) for n in range(len(values)) if (some := values[max(0, n + 1 - width) : n + 1])]
 
 
 def thin(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:

@@ -168,7 +168,7 @@ def _time(run: Run) -> Fact:
     return Fact(
         label="Time",
         value=duration(sum(values)),
-        detail=f"in {len(values):,} steps, {number(median(values))} s a step (median); start and loading not counted",
+        detail=f"in {len(values):,} steps, {median(values):.3g} s a step (median); start and loading not counted",
         exact=(sum(values),),
     )
 

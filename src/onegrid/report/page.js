@@ -12,6 +12,11 @@
     return `rgba(${n >> 16}, ${(n >> 8) & 255}, ${n & 255}, ${share})`;
   };
 
+  // All charts over steps share one range, so that the eye can go down the page.
+  const steps = data.charts.flatMap((c) => [...(c.x || []), ...(c.series || []).flatMap((s) => s.x || [])]);
+  const first = steps.reduce((a, b) => Math.min(a, b), Infinity), last = steps.reduce((a, b) => Math.max(a, b), -Infinity);
+  const pad = Math.max(0.5, (last - first) * 0.02);
+
   function traces(chart) {
     if (chart.kind === "heat") {
       const logs = chart.z.map((row) => row.map((v) => (v > 0 ? Math.log10(v) : null)));
@@ -27,6 +32,12 @@
         },
       }];
     }
+    if (chart.kind === "stack") {
+      return chart.series.map((s) => ({
+        type: "bar", name: plain(s.name), x: chart.x, y: s.y, meta: s.key, marker: { color: fade(line(s.color), 0.8) },
+        hovertemplate: "%{y:.4~g} s",
+      }));
+    }
     return chart.series.map((s) => ({
       type: "scatter",
       name: plain(s.name),
@@ -35,12 +46,12 @@
       mode: s.points ? "markers" : s.y.length === 1 ? "markers" : "lines",
       meta: s.key,
       showlegend: !s.points || data.runs.length === 1 || chart.series.every((t) => t.points),
-      line: { color: line(s.color), width: chart.kind === "stack" ? 0.5 : 1.8, },
+      line: { color: line(s.color), width: s.faint ? 1 : 1.8 },
+      opacity: s.faint ? 0.45 : 1,
       ...(chart.band && chart.band.includes(s.key)
         ? { line: { width: 0, color: line(0) }, showlegend: false, fillcolor: fade(line(0), 0.16), fill: s.key === chart.band[1] ? "tonexty" : "none" }
         : {}),
       marker: { color: line(s.color), size: s.points ? 9 : 7, symbol: s.points ? "diamond" : "circle" },
-      ...(chart.kind === "stack" ? { stackgroup: "one", fillcolor: fade(line(s.color), 0.55) } : {}),
       ...(s.points
         ? { error_y: { type: "data", symmetric: false, array: s.above, arrayminus: s.below, color: line(s.color), thickness: 1.5, width: 5 } }
         : {}),
@@ -73,7 +84,8 @@
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: getComputedStyle(document.body).fontFamily, color: color("ink"), size: 12 },
       margin: { l: 48, r: 12, t: 10, b: 34 },
-      xaxis: { ...axis, title: { text: "step", font: { color: muted, size: 11.5 }, standoff: 6 }, zeroline: false, nticks: 7 },
+      xaxis: { ...axis, title: { text: "step", font: { color: muted, size: 11.5 }, standoff: 6 }, zeroline: false, nticks: 7, range: [first - pad, last + pad] },
+      barmode: "stack", bargap: 0.12,
       yaxis: y,
       shapes, annotations,
       showlegend: many || chart.kind === "stack",
