@@ -183,6 +183,14 @@ def test_the_last_k_checkpoints_stay(tmp_path):
     assert checkpoint.load(checkpoint.latest(tmp_path))["step"] == 11
 
 
+def test_a_step_saved_twice_is_never_away_for_longer_than_a_rename_and_leftovers_of_kills_go(tmp_path):
+    checkpoint.save(tmp_path, 2, state_of(2) | {"constant_steps": 1}, keep=2)
+    (tmp_path / "checkpoints" / ".partial_7").mkdir()
+    path = checkpoint.save(tmp_path, 2, state_of(2) | {"constant_steps": 5}, keep=2)
+    assert checkpoint.load(path)["constant_steps"] == 5
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["global_step_2"]
+
+
 def state_of(step: int) -> dict[str, object]:
     """The least that a checkpoint of a run holds."""
     return {"learner": {"master": torch.arange(2000.0)}, "step": step, "constant_steps": 0}

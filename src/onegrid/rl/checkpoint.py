@@ -59,17 +59,20 @@ def save(folder: Path, step: int, state: Mapping[str, Any], *, keep: int, best: 
     final = checkpoints / f"{PREFIX}{step}"
     partial = checkpoints / f"{PARTIAL}{step}"
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        for left in checkpoints.glob(f"{PARTIAL}*"):  # of a save that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        partial.mkdir(parents=True, exist_ok=True)
         with _create(partial / "state.pt") as file:
             torch.save(dict(state), file)
             file.flush()
             os.fsync(file.fileno())
         _sync_folder(partial)
+        before = checkpoints / f"{PARTIAL}before"
         if final.exists():  # a run that was resumed from an earlier one comes by again
-            shutil.rmtree(final)
+            os.rename(final, before)
         os.rename(partial, final)
         _sync_folder(checkpoints)
+        shutil.rmtree(before, ignore_errors=True)
     except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         shutil.rmtree(partial, ignore_errors=True)
