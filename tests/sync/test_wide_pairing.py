@@ -22,6 +22,8 @@ VOCABULARY = 4096
 
 def pair(shape: str, preset: str, layers: int, device: torch.device, **settings) -> tuple[Learner, Engine]:
     config = bench.SHAPES[shape] | {"num_hidden_layers": layers, "vocab_size": VOCABULARY}
+    if "num_experts" in config:
+        config |= {"num_experts": 24}  # as wide as they are, and fewer: several of these tests share a GPU
     spec = ModelSpec.from_hf_config(config)
     plan = resolve(PRESETS[preset], config, tensor_shapes(spec))
     learner = Learner(spec, plan, bench.random_tensors(spec, device), LearnerConfig(lr=1e-3), device=device)
