@@ -63,17 +63,17 @@ class Outcome:
 
 def try_fault(fault: Fault, folder: Path, *, device: str = "cpu") -> Outcome:
     """Both runs of one fault."""
-    guarded = _guarded(fault, folder / "guarded", device=device)
+    run = guarded(fault, folder / "guarded", device=device)
     fires, unguarded, stopped_by = _observed(fault, folder / "observed", device)
-    if guarded["caught_by"] in ("transaction", "wake"):
-        fires = (guarded["caught_by"], *fires)
+    if run["caught_by"] in ("transaction", "wake"):
+        fires = (run["caught_by"], *fires)
     return Outcome(
         fault=fault.name,
         condition=fault.condition,
         fires=fires,
         unguarded=unguarded,
         stopped_by=stopped_by,
-        **guarded,
+        **run,
     )
 
 
@@ -83,12 +83,11 @@ def try_alone(fault: Fault, device: str = "cpu") -> Outcome:
         return try_fault(fault, Path(folder), device=device)
 
 
-def without(fault: Fault, check: str, folder: Path) -> dict[str, Any]:
-    """What a run with one check switched off makes of a fault: `caught_by`, `at`, `named_right` and more."""
-    return _guarded(fault, folder, off=(check,))
+def guarded(fault: Fault, folder: Path, *, off: tuple[str, ...] = (), device: str = "cpu") -> dict[str, Any]:
+    """A run as runs are, that the first objection stops: `caught_by`, `at`, `named_right` and more.
 
-
-def _guarded(fault: Fault, folder: Path, *, off: tuple[str, ...] = (), device: str = "cpu") -> dict[str, Any]:
+    off  checks that do not run
+    """
     bench = make_bench(fault.model, fault.preset, device=device)
     guard = guard_of(dataclasses.replace(THOROUGH, off=off), bench.learner, bench.sampler)
     clock: dict[str, Any] = {"begin": time.perf_counter(), "phase": "sync", "syncs": 0}
