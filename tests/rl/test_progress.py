@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from onegrid.rl.progress import HEADER, Display, line
+from onegrid.rl.progress import HEADER, Display, evaluations, line
 
 METRICS = {
     "rollout/raw_reward": 0.5,
@@ -32,3 +32,10 @@ def test_without_a_terminal_there_are_plain_lines_only():
         display.step(1, METRICS)
         display.step(2, METRICS)
     assert out.getvalue() == "\n".join(["run [bold]a/b", HEADER, line(1, METRICS), line(2, METRICS), ""])
+
+
+def test_a_step_that_was_judged_says_how_it_did():
+    judged = {"eval/held_out/accuracy": 0.62, "eval/held_out/accuracy_low": 0.58, "eval/held_out/accuracy_high": 0.66}
+    assert evaluations(METRICS) == []
+    assert evaluations(judged) == ["      held out accuracy 0.620 (95 %: 0.580 to 0.660)"]
+    assert evaluations({"eval/a_b/accuracy": 1}) == ["      a b accuracy 1.000"]

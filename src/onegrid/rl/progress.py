@@ -48,6 +48,8 @@ class Display:
             self.note(HEADER)
             self._printed_header = True
         self.note(line(step, metrics))
+        for text in evaluations(metrics):
+            self.note(text)
         self._bar.update(self._task, completed=step)
 
 
@@ -65,6 +67,18 @@ def line(step: int, metrics: Mapping[str, object]) -> str:
         _cell(metrics.get("perf/step_seconds"), 7, ".2f"),
     ]
     return " ".join(cells)
+
+
+def evaluations(metrics: Mapping[str, object]) -> list[str]:
+    """A line for every set of problems that was judged in this step: its accuracy, with the interval where there is."""
+    lines = []
+    for key, value in metrics.items():
+        if key.startswith("eval/") and key.endswith("/accuracy") and isinstance(value, int | float):
+            low, high = (metrics.get(f"{key}_{end}") for end in ("low", "high"))
+            known = isinstance(low, int | float) and isinstance(high, int | float)
+            name = key.removeprefix("eval/").removesuffix("/accuracy").replace("_", " ")
+            lines.append(f"      {name} accuracy {value:.3f}" + (f" (95 %: {low:.3f} to {high:.3f})" if known else ""))
+    return lines
 
 
 def _cell(value: object, width: int, spec: str) -> str:
