@@ -57,7 +57,7 @@ def flip(pair: Pair, name: str = DOWN, *, times: int = 10**9) -> None:
 @pytest.mark.parametrize(("model", "preset"), [("moe", "mxfp8"), ("tied", "fp8_tensor"), ("moe", "nvfp4_experts")])
 def test_healthy_synchronizations_pass_every_check(model, preset):
     pair = Pair(model, preset, unknown="record", probe_every=1)
-    for seed in range(3):
+    for seed in range(2):
         pair.update(seed)
         report = pair.sync()
         assert {v.check for v in report.verdicts} == set(CHECKS) - {"sentinel"}

@@ -75,3 +75,17 @@ def test_faults_F2_and_F4_fire_in_the_sentinel_alone(name, tmp_path):
     (verdict,) = caught.value.verdicts
     assert fault.published in ("F2", "F4") and verdict.check == "sentinel"
     assert [line["step"] for line in read_metrics(tmp_path)][-1] == AT  # the first step that sampled with the fault
+
+
+def test_a_layer_that_computes_otherwise_is_named_by_the_traces_of_the_sentinel_alone(tmp_path):
+    fault = FAULTS["one_layer_served_otherwise"]
+    for traces in (False, True):
+        bench = make_bench(fault.model, fault.preset)
+        guard = guard_of(GuardConfig(off=("probe",), traces=traces), bench.learner, bench.sampler)
+        fault.inject(bench)
+        with pytest.raises(FailedChecks) as caught:
+            run_loop(bench, guard, tmp_path / str(traces))
+        (verdict,) = caught.value.verdicts
+        assert verdict.check == "sentinel"
+        assert set(verdict.tensors) == (bench.touched if traces else set())
+    assert verdict.where[0] == "first model.layers.1.self_attn.o_proj.weight"
