@@ -8,6 +8,7 @@ import sys
 CODE = """
 import sys
 from pathlib import Path
+import torch._dynamo  # once, and not in every child
 from onegrid.study.kills import run_kills
 kills = run_kills(1, 11, Path(sys.argv[1]))
 print(kills.same, kills.killed, kills.different)
