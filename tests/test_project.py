@@ -137,5 +137,5 @@ def test_every_test_extra_is_installed_by_the_one_command_of_the_readme():
     blocks = re.findall(r"^```[a-z]*\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
     assert "onegrid train configs/quickstart.toml" in blocks[0]
     assert "[test]" in blocks[1] and "pytest" in blocks[1]
-    assert {"test", "tasks", "hf", "dev"} <= project["optional-dependencies"].keys()
+    assert {"test", "tasks", "hf"} <= project["optional-dependencies"].keys()
     assert all(len(block.strip().splitlines()) == 1 for block in blocks[:2]), "each is one command"

@@ -78,7 +78,7 @@ def test_the_doctor_knows_the_libraries_of_the_project():
     extras = PROJECT["optional-dependencies"]
     for extra, names in doctor.EXTRAS.items():
         assert all(any(d.startswith(name) for d in extras[extra]) for name in names), extra
-    users = set(extras) - {"test", "dev"}
+    users = set(extras) - {"test"}
     assert users <= set(doctor.EXTRAS), "an extra that the doctor does not look for"
 
 
