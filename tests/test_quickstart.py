@@ -15,8 +15,11 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("quickstart*.toml")), ids=lambda path: path.stem)
-def test_a_quickstart_promises_equal_bits(path):
+def test_a_quickstart_promises_equal_bits_unless_another_engine_samples(path):
     plan = design(load_config(path), path.parent)
+    if plan.config.sampler.engine == "vllm":  # which promises no bits, and has learned nothing in its three steps
+        assert not plan.plan.exact
+        return
     assert plan.plan.exact and plan.plan.recipe_name == "mxfp8"
     assert plan.config.eval.num_problems >= 1000
 
