@@ -3,14 +3,15 @@
     python benchmarks/guard.py [CONFIG] [--steps N]
     python benchmarks/guard.py --shape qwen3-8b --layers 4 --device cuda [--tokens N]
 
-Prints processor seconds beside wall seconds: on a machine that others use only the former mean something. A shape has
-random weights, and what stands beside its checks is an update of the learner on N tokens and the synchronization
-itself; a step has rollouts too, so its share is smaller.
+Steps with and without checks in turns, in wall seconds, which mean something on a quiet machine only; each check in
+processor seconds. The start of a run is in neither. A shape has random weights, and what stands beside its checks is an
+update of the learner on N tokens and the synchronization itself; a step has rollouts too, so its share is smaller.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -30,11 +31,10 @@ from onegrid.guard.guard import CHECKS, Guard, GuardConfig, guard_of, guard_sync
 from onegrid.learner import learner
 from onegrid.learner.config import LearnerConfig
 from onegrid.ops.pins import pin
-from onegrid.rl.loop import train
 from onegrid.rl.progress import Display
-from onegrid.rl.record import Record
+from onegrid.rl.record import Record, read_metrics
 from onegrid.study import bench
-from onegrid.study.parts import build, design
+from onegrid.study.parts import build, design, train_parts
 
 PARTS = {
     "bytes": (byte_comparison, "compare_bytes"),
@@ -50,35 +50,24 @@ PARTS = {
 """Checks, and what is done for them beside: both sides' operands compared, digests of codes when they are made."""
 
 
-def run_steps(path: Path, guard: GuardConfig, num_steps: int) -> tuple[float, float, dict[str, float]]:
-    """Processor and wall seconds a step, and processor seconds of each check a synchronization."""
+def run_steps(path: Path, guard: GuardConfig, num_steps: int) -> tuple[list[float], dict[str, float]]:
+    """Wall seconds of every step, processor seconds of each check a synchronization; the start is in neither."""
     config = load_config(path)
     config = replace(config, loop=replace(config.loop, num_steps=num_steps), eval=replace(config.eval, num_problems=1))
     plan = design(config, path.parent)
     parts = build(plan)
     spent: dict[str, list[float]] = defaultdict(list)
     with timed_parts(spent, _timed), TemporaryDirectory() as folder:
-        processor, wall = time.process_time(), time.perf_counter()
-        train(
-            parts.task,
-            parts.learner,
-            parts.sampler,
+        train_parts(
+            parts,
+            replace(plan.config, checkpoint=replace(plan.config.checkpoint, every=0)),
             guard=guard_of(guard, parts.learner, parts.sampler),
-            config=plan.config.loop,
-            sampling=plan.config.sampling,
-            seed=plan.config.seed,
-            tokenizer=parts.tokenizer,
             record=Record(Path(folder), config=plan.config.record),
             display=Display(num_steps, console=Console(quiet=True)),
-            dynamic=plan.config.dynamic,
-            correction=plan.config.correction,
-            evaluation=plan.config.eval,
-            checkpoints=replace(plan.config.checkpoint, every=0),
-            reference=parts.reference,
         )
-        processor, wall = time.process_time() - processor, time.perf_counter() - wall
+        steps = [float(str(line["perf/step_seconds"])) for line in read_metrics(Path(folder))[1:]]
     each = {name: sum(seconds[1:]) / num_steps for name, seconds in spent.items()}
-    return processor / num_steps, wall / num_steps, each
+    return steps, each
 
 
 def at_shape(shape: str, *, layers: int, tokens: int, device: torch.device) -> None:
@@ -185,13 +174,21 @@ def main() -> None:
     if arguments.shape:
         at_shape(arguments.shape, layers=arguments.layers, tokens=arguments.tokens, device=device)
         return
-    processor, wall, each = run_steps(arguments.config, GuardConfig(), arguments.steps)
-    bare, bare_wall, _ = run_steps(arguments.config, GuardConfig(off=CHECKS), arguments.steps)
-    print(f"step with all checks      {processor:8.4f} s processor  {wall:8.4f} s wall")
-    print(f"step with all of them off {bare:8.4f} s processor  {bare_wall:8.4f} s wall (the transaction stays)")
-    for name, seconds in each.items():
-        print(f"  {name:20} {1000 * seconds:8.2f} ms  {seconds / processor:7.2%} of a step")
-    print(f"  together             {1000 * sum(each.values()):8.2f} ms  {sum(each.values()) / processor:7.2%}")
+    run_steps(arguments.config, GuardConfig(), 1)  # what a process does once
+    on: list[float] = []
+    off: list[float] = []
+    for _ in range(2):  # in turns; step n is the same work in every run
+        seconds, each = run_steps(arguments.config, GuardConfig(), arguments.steps)
+        on += seconds
+        off += run_steps(arguments.config, GuardConfig(off=CHECKS), arguments.steps)[0]
+    step = statistics.median(on)
+    paired = statistics.median(one / other for one, other in zip(on, off, strict=True))
+    print(f"step with all checks      {step:8.4f} s")
+    print(f"step with all of them off {statistics.median(off):8.4f} s (the transaction stays)")
+    print(f"ratio, median of {len(on)} pairs of steps: {paired:.4f}")
+    for name, spent in each.items():
+        print(f"  {name:20} {1000 * spent:8.2f} ms  {spent / step:7.2%} of a step")
+    print(f"  together             {1000 * sum(each.values()):8.2f} ms  {sum(each.values()) / step:7.2%}")
 
 
 if __name__ == "__main__":

@@ -22,12 +22,11 @@ from rich.console import Console
 from onegrid.config import load_config
 from onegrid.guard.guard import guard_of
 from onegrid.rl.custom import Item
-from onegrid.rl.loop import train
 from onegrid.rl.progress import Display
 from onegrid.rl.record import Record, read_metrics
 from onegrid.rl.scoring import Pending, Scoring, ScoringConfig
 from onegrid.rl.tasks import Prompt
-from onegrid.study.parts import build, design
+from onegrid.study.parts import build, design, train_parts
 
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.toml"
 
@@ -66,21 +65,12 @@ def shares(path: Path, *, num_steps: int, new: int, workers: int, overlap: bool)
         parts.sampler.generate = lambda requests, on_finished=None: generate(requests)  # type: ignore[method-assign]
     try:
         with TemporaryDirectory() as folder:
-            train(
-                task,
-                parts.learner,
-                parts.sampler,
+            train_parts(
+                replace(parts, task=task),
+                plan.config,
                 guard=guard_of(plan.config.guard, parts.learner, parts.sampler),
-                config=plan.config.loop,
-                sampling=plan.config.sampling,
-                seed=plan.config.seed,
-                tokenizer=parts.tokenizer,
                 record=Record(Path(folder), config=plan.config.record),
                 display=Display(num_steps, console=Console(quiet=True)),
-                dynamic=plan.config.dynamic,
-                correction=plan.config.correction,
-                evaluation=plan.config.eval,
-                checkpoints=replace(plan.config.checkpoint, every=0),
             )
             lines: list[dict[str, Any]] = read_metrics(Path(folder))[2:]
     finally:

@@ -19,14 +19,13 @@ from onegrid.guard.guard import Guard, guard_of
 from onegrid.rl import checkpoint
 from onegrid.rl.debug import sample_only
 from onegrid.rl.draw import Drawing
-from onegrid.rl.loop import train
 from onegrid.rl.out_of_memory import advised
 from onegrid.rl.progress import Display
 from onegrid.rl.record import Record, check_whole, free_run_folder, last_run_folder, num_lines, read_metrics, versions
 from onegrid.rl.stop import Stop, stop_on_signals
 from onegrid.rl.tasks import Summarizes, closing_task
 from onegrid.study.estimate import memory_estimate
-from onegrid.study.parts import Design, Parts, build, design, draw_once, problems
+from onegrid.study.parts import Design, Parts, build, design, draw_once, problems, train_parts
 from onegrid.study.samplers import closing_sampler
 from onegrid.tracker.trackers import Trackers, check_installed
 
@@ -109,26 +108,7 @@ def _recorded(
             if config.debug.rollouts_only:
                 _sample_only(config, parts, guard, record, display, stop)
                 return
-            train(
-                parts.task,
-                parts.learner,
-                parts.sampler,
-                guard=guard,
-                config=config.loop,
-                sampling=config.sampling,
-                seed=config.seed,
-                tokenizer=parts.tokenizer,
-                record=record,
-                display=display,
-                dynamic=config.dynamic,
-                correction=config.correction,
-                evaluation=config.eval,
-                checkpoints=config.checkpoint,
-                reference=parts.reference,
-                state=state,
-                stop=stop,
-                replay=Path(config.debug.train_only) if config.debug.train_only else None,
-            )
+            train_parts(parts, config, guard=guard, record=record, display=display, state=state, stop=stop)
         except (KeyboardInterrupt, StoppedError):
             display.note(f"interrupted; go on with --resume --run-dir {folder}")
             raise

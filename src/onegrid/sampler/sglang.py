@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from onegrid.errors import CapabilityError, ConfigError, NonFiniteError, SyncError
+from onegrid.errors import CapabilityError, ConfigError, SyncError
 from onegrid.formats import QUANTIZERS, QuantTensor, dequantize, quantize
 from onegrid.model.canonical import Canonical, parts_of
 from onegrid.model.spec import ModelSpec, tensor_shapes
@@ -26,7 +26,8 @@ from onegrid.recipe import Plan
 from onegrid.sampler.base import Capabilities, Live
 from onegrid.sampler.draw import stream, truncates
 from onegrid.sampler.intake import Intake
-from onegrid.sampler.stops import DecodeText, text_of
+from onegrid.sampler.rollouts import rollout_of
+from onegrid.sampler.stops import DecodeText
 from onegrid.types import Bucket, Manifest, Request, Rollout
 
 WHOLE = 1 << 31
@@ -302,21 +303,7 @@ class SglangSampler:
     def _rollout(self, request: Request, output: Mapping[str, Any], version: int) -> Rollout:
         pairs = output["meta_info"]["output_token_logprobs"]
         tokens, logps = [int(p[1]) for p in pairs], [float(p[0]) for p in pairs]
-        logp_R = torch.tensor(logps, dtype=torch.float32)
-        if not bool(torch.isfinite(logp_R).all()):
-            raise NonFiniteError(
-                f"a log-probability of prompt {request.prompt_index}, sample {request.sample} is not finite, weights "
-                f"of version {version}"
-            )
-        finish = "stop" if tokens and tokens[-1] in request.sampling.stop_token_ids else "length"
-        return Rollout(
-            request=request,
-            tokens_R=torch.tensor(tokens, dtype=torch.int64),
-            logp_R=logp_R,
-            version_R=torch.full((len(tokens),), version, dtype=torch.int64),
-            finish=finish,
-            text=text_of(tokens, finish, request.sampling, self.decode_text),
-        )
+        return rollout_of(request, tokens, logps, version=version, decode_text=self.decode_text)
 
 
 def _demand(answer: Any, what: str) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from onegrid.config import RunConfig
 from onegrid.errors import ConfigError
+from onegrid.guard.guard import Guard
 from onegrid.learner.config import LearnerConfig
 from onegrid.learner.learner import Learner
 from onegrid.learner.lora import targeted
@@ -24,7 +25,11 @@ from onegrid.ops.selftest import Proof, require, self_test
 from onegrid.ops.table import Kernels
 from onegrid.recipe import Plan, preset, recipe_from_dict, resolve
 from onegrid.rl.debug import from_folder
+from onegrid.rl.loop import train
 from onegrid.rl.problems import at_folder, make_task
+from onegrid.rl.progress import Display
+from onegrid.rl.record import Record
+from onegrid.rl.stop import Stop
 from onegrid.rl.tasks import Prompt, Task, Tokenizer
 from onegrid.rl.tokenizer import load_tokenizer, stop_tokens
 from onegrid.sampler.base import Sampler
@@ -56,6 +61,39 @@ class Parts:
     """That rows are independent on this device; an exact plan is refused without it."""
     matmuls: list[dict[str, Any]]
     """What was measured, and taken, for matmuls of few rows: `ops.packed_choice`."""
+
+
+def train_parts(
+    parts: Parts,
+    config: RunConfig,
+    *,
+    guard: Guard,
+    record: Record,
+    display: Display,
+    state: dict[str, Any] | None = None,
+    stop: Stop | None = None,
+) -> None:
+    """`rl.loop.train` on what was built, by a resolved configuration (`Design.config`). Raises what that raises."""
+    train(
+        parts.task,
+        parts.learner,
+        parts.sampler,
+        guard=guard,
+        config=config.loop,
+        sampling=config.sampling,
+        seed=config.seed,
+        tokenizer=parts.tokenizer,
+        record=record,
+        display=display,
+        dynamic=config.dynamic,
+        correction=config.correction,
+        evaluation=config.eval,
+        checkpoints=config.checkpoint,
+        reference=parts.reference,
+        state=state,
+        stop=stop,
+        replay=Path(config.debug.train_only) if config.debug.train_only else None,
+    )
 
 
 def design(config: RunConfig, base: Path) -> Design:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegrid.errors import CapabilityError, NonFiniteError, SyncError
+from onegrid.errors import CapabilityError, SyncError
 from onegrid.model.canonical import Snapshot, parts_of
 from onegrid.model.spec import ModelSpec
 from onegrid.model.stacks import is_stack
@@ -23,7 +23,8 @@ from onegrid.recipe import Plan
 from onegrid.sampler.base import Capabilities, Live
 from onegrid.sampler.draw import stream, truncates
 from onegrid.sampler.intake import Intake
-from onegrid.sampler.stops import DecodeText, text_of
+from onegrid.sampler.rollouts import rollout_of
+from onegrid.sampler.stops import DecodeText
 from onegrid.sampler.vllm.config import VllmConfig
 from onegrid.sampler.vllm.launch import Launched, launch
 from onegrid.sampler.vllm.store import SharedStore
@@ -284,19 +285,4 @@ class VllmSampler:
         done = output.outputs[0]
         tokens = list(done.token_ids)
         logps = [entry[token].logprob for entry, token in zip(done.logprobs, tokens, strict=True)]
-        logp_R = torch.tensor(logps, dtype=torch.float32)
-        if not bool(torch.isfinite(logp_R).all()):
-            at = int((~torch.isfinite(logp_R)).nonzero()[0, 0])
-            raise NonFiniteError(
-                f"the log-probability of prompt {request.prompt_index}, sample {request.sample}, response token {at} "
-                f"is {logps[at]}, weights of version {version}"
-            )
-        finish = "stop" if tokens and tokens[-1] in request.sampling.stop_token_ids else "length"
-        return Rollout(
-            request=request,
-            tokens_R=torch.tensor(tokens, dtype=torch.int64),
-            logp_R=logp_R,
-            version_R=torch.full((len(tokens),), version, dtype=torch.int64),
-            finish=finish,
-            text=text_of(tokens, finish, request.sampling, self.decode_text),
-        )
+        return rollout_of(request, tokens, logps, version=version, decode_text=self.decode_text)
