@@ -1,11 +1,11 @@
 """What the checks of every synchronization cost: a quickstart step with and without them, each check alone, the digest.
 
     python benchmarks/guard.py [CONFIG] [--steps N]
-    python benchmarks/guard.py --shape qwen3-8b --layers 4 --device cuda [--tokens N]
+    python benchmarks/guard.py --shape qwen3-8b --layers 4 --device cuda [--sequences N] [--prompt N] [--new N]
 
 Steps with and without checks in turns, in wall seconds, which mean something on a quiet machine only; each check in
-processor seconds. The start of a run is in neither. A shape has random weights, and what stands beside its checks is an
-update of the learner on N tokens and the synchronization itself; a step has rollouts too, so its share is smaller.
+processor seconds. The start of a run is in neither. A shape has random weights, and what stands beside its checks is
+one whole step: rollouts of N sequences, the learner's update on them, and the synchronization itself.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ PARTS = {
 }
 """Checks, and what is done for them beside: both sides' operands compared, digests of codes when they are made."""
 
+TURNS = GuardConfig().probe_every
+"""Synchronizations that are timed, so that what rests has its turn once."""
+
 
 def run_steps(path: Path, guard: GuardConfig, num_steps: int) -> tuple[list[float], dict[str, float]]:
     """Wall seconds of every step, processor seconds of each check a synchronization; the start is in neither."""
@@ -70,15 +73,14 @@ def run_steps(path: Path, guard: GuardConfig, num_steps: int) -> tuple[list[floa
     return steps, each
 
 
-def at_shape(shape: str, *, layers: int, tokens: int, device: torch.device) -> None:
-    """Print the seconds of every check, of a synchronization without them, and of an update of the learner."""
+def at_shape(shape: str, *, layers: int, sequences: int, prompt: int, new: int, device: torch.device) -> None:
+    """Print the seconds of every check, and of a step without them: rollouts, update and synchronization."""
     spec, plan = bench.spec_and_plan(shape, "mxfp8", layers)
     learner_ = learner.Learner(
-        spec, plan, bench.random_tensors(spec, device), LearnerConfig(max_tokens=tokens), device=device
+        spec, plan, bench.random_tensors(spec, device), LearnerConfig(max_tokens=8192), device=device
     )
-    length = min(512, tokens)
-    engine = bench.engine(shape, "mxfp8", device, slots=tokens // length, max_len=length, layers=layers)
-    wanted = bench.requests(tokens // length, prompt=length // 4, new=length - length // 4, vocab=spec.vocab_size)
+    engine = bench.engine(shape, "mxfp8", device, slots=sequences, max_len=prompt + new, layers=layers)
+    wanted = bench.requests(sequences, prompt=prompt, new=new, vocab=spec.vocab_size)
 
     def sync(guard: Guard) -> None:
         learner_.version += 1
@@ -88,17 +90,28 @@ def at_shape(shape: str, *, layers: int, tokens: int, device: torch.device) -> N
     spent: dict[str, list[float]] = defaultdict(list)
     with timed_parts(spent, lambda function, into: _timed_wall(function, into, device)):
         guard = guard_of(GuardConfig(), learner_, engine)
-        for _ in range(3):
+        for index in range(2 + TURNS):
+            if index == 2:
+                for seconds in spent.values():
+                    seconds.clear()
             sync(guard)
-        each = {name: sum(seconds[1:]) / max(1, len(seconds) - 1) for name, seconds in spent.items()}
+        each = {name: sum(seconds) / TURNS for name, seconds in spent.items()}
     bare = guard_of(GuardConfig(off=CHECKS), learner_, engine)
     moved = bench.seconds(lambda: sync(bare), device, repeats=2, warmups=1)
+    rollouts = bench.seconds(lambda: engine.generate(wanted), device, repeats=1, warmups=1)
     batch = bench.batch_of(engine.generate(wanted))
-    update = bench.seconds(lambda: learner_.forward_backward(batch), device, repeats=2, warmups=1)
-    total = sum(each.values()) + moved + update
-    print(f"{shape}, {layers} layers, {tokens} tokens: update {1000 * update:.0f} ms, sync {1000 * moved:.0f} ms")
+
+    def update() -> None:
+        learner_.forward_backward(batch)
+        learner_.step()
+
+    updated = bench.seconds(update, device, repeats=1, warmups=1)
+    total = sum(each.values()) + moved + updated + rollouts
+    print(f"{shape}, {layers} layers, {sequences} sequences of {prompt} and {new} tokens: a step of {total:.2f} s")
+    for name, seconds in (("rollouts", rollouts), ("update", updated), ("synchronization", moved)):
+        print(f"  {name:20} {1000 * seconds:9.1f} ms without checks")
     for name, seconds in each.items():
-        print(f"  {name:20} {1000 * seconds:9.2f} ms  {seconds / total:7.2%} of update and synchronization")
+        print(f"  {name:20} {1000 * seconds:9.2f} ms  {seconds / total:7.2%} of the step")
     print(f"  together             {1000 * sum(each.values()):9.2f} ms  {sum(each.values()) / total:7.2%}")
 
 
@@ -162,7 +175,9 @@ def main() -> None:
     parser.add_argument("config", nargs="?", type=Path, default=Path("configs/quickstart.toml"))
     parser.add_argument("--shape", choices=list(bench.SHAPES))
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--new", type=int, default=384)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=8)
     arguments = parser.parse_args()
@@ -172,7 +187,14 @@ def main() -> None:
     pin(device)
     print(f"digest {digest_speed((64 if device.type == 'cpu' else 4096) << 20, device) / 1e9:.3f} GB a second")
     if arguments.shape:
-        at_shape(arguments.shape, layers=arguments.layers, tokens=arguments.tokens, device=device)
+        at_shape(
+            arguments.shape,
+            layers=arguments.layers,
+            sequences=arguments.sequences,
+            prompt=arguments.prompt,
+            new=arguments.new,
+            device=device,
+        )
         return
     run_steps(arguments.config, GuardConfig(), 1)  # what a process does once
     on: list[float] = []

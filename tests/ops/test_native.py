@@ -117,11 +117,14 @@ def test_native_gradients_are_near_those_of_the_grid_and_the_same_every_time(pre
         name: torch.randn(shape, generator=generator) * 0.03 + (len(shape) == 1)
         for name, shape in tensor_shapes(spec).items()
     }
-    for name, plan in (("native", native), ("again", native), ("grid", grid)):
+    plain = resolve(PRESETS["bf16"], WIDE, tensor_shapes(spec))
+    for name, plan in (("native", native), ("again", native), ("grid", grid), ("bf16", plain)):
         learner = Learner(spec, plan, weights, LearnerConfig(), device=gpu)
         learner.forward_backward(batch)
         found[name] = {key: master.grad for key, master in learner.masters.items()}
     for key, grad in found["native"].items():
         assert_same_bytes(found["again"][key], grad, key)
-        # Two layers, three products each, of operands that a different sum may move to a neighbouring code: 2^-4.
-        assert (grad - found["grid"][key]).norm() <= 2.0**-3 * found["grid"][key].norm(), key
+        # Sums that differ in the 13th bit move some operands to a neighbouring code, and these move others: two such
+        # passes are nearly as far from each other as from BF16. No further from it than the grid's, then.
+        native_error, grid_error = ((found[name][key] - found["bf16"][key]).norm() for name in ("native", "grid"))
+        assert native_error <= 1.25 * grid_error, key

@@ -50,7 +50,8 @@ class GuardConfig:
     synchronizations as this goes into their number."""
     probe_every: int = 8
     """Synchronizations from probe to probe, where the sampler decodes without graphs, promises bits and shows what it
-    reads, so that digest and storage check have seen what a probe can see; any other is probed every time."""
+    reads, so that digest and storage check have seen what a probe can see; any other is probed every time. One with
+    graphs and bits is probed through a graph every time, and without one in these turns too."""
     probe_band: float | None = None
     """Largest difference (nats) of a probe from an engine that promises no bits."""
     calibration: str = ""
@@ -301,6 +302,7 @@ def _examine(
             previous=guard.answers,
             changed=before is not None and before.entries != manifest.entries,
             band=guard.config.probe_band,
+            eager=_is_turn(guard, manifest.version) or not sampler.capabilities.bits,
         )
         if verdict.status == "failed" and sampler.capabilities.bits and layers.can_trace(sampler):
             prompts = probe.probe_prompts(learner.spec.vocab_size)
@@ -323,7 +325,12 @@ def _probe_is_due(sampler: Sampler, guard: Guard, version: int) -> bool:
     """Every time for most; see `GuardConfig.probe_every`. By version, so that a resumed run does what it would have."""
     can = sampler.capabilities
     rests = can.bits and not can.captured and storage.can_see(sampler) and guard.runs("storage")
-    return not rests or guard.manifest is None or guard.doubted or version % guard.config.probe_every == 0
+    return not rests or _is_turn(guard, version)
+
+
+def _is_turn(guard: Guard, version: int) -> bool:
+    """Whether the probe looks at everything: in turns, at the start, and after a refusal."""
+    return guard.manifest is None or guard.doubted or version % guard.config.probe_every == 0
 
 
 def _refused(error: SyncError, snapshot: Snapshot, sampler: Sampler, guard: Guard) -> Verdict:

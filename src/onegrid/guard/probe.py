@@ -8,7 +8,7 @@ giving other answers than the version before when the weights have changed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -42,9 +42,11 @@ def probe(
     previous: Sequence[Tensor] | None,
     changed: bool,
     band: float | None,
+    eager: bool = True,
 ) -> tuple[Verdict, list[Tensor]]:
     """The verdict, and the answers for the next one.
 
+    eager     also without graphs, where the sampler has them; where it has none, in any case
     previous  answers of the version before
     changed   whether any code or value has moved since
     band      largest allowed difference in nats where bits are not promised; None: nothing is known
@@ -52,10 +54,11 @@ def probe(
     answers: list[Tensor] = []
 
     def examine() -> Verdict:
-        answers[:] = sampler.probe(prompts, captured=False)
-        found = [answers]
-        if sampler.capabilities.captured:
-            found.append(sampler.probe(prompts, captured=True))
+        captured = sampler.capabilities.captured
+        found = {"captured": sampler.probe(prompts, captured=True)} if captured else {}
+        if eager or not captured:
+            found = {"eager": sampler.probe(prompts, captured=False), **found}
+        answers[:] = next(iter(found.values()))
         return _judge(learner, sampler, snapshot, prompts, found, previous=previous, changed=changed, band=band)
 
     return closed(CHECK, CONDITION, examine), answers
@@ -66,14 +69,14 @@ def _judge(
     sampler: Sampler,
     snapshot: Snapshot,
     prompts: Sequence[tuple[int, ...]],
-    found: list[list[Tensor]],
+    found: Mapping[str, list[Tensor]],
     *,
     previous: Sequence[Tensor] | None,
     changed: bool,
     band: float | None,
 ) -> Verdict:
     shape = (learner.spec.vocab_size,)
-    for answers in found:
+    for answers in found.values():
         if len(answers) != len(prompts) or any(tuple(x.shape) != shape for x in answers):
             return could_not_tell(CHECK, CONDITION, expected=f"{len(prompts)} answers {shape}", found=_shapes(answers))
         bad = sum(int((~torch.isfinite(x)).sum()) for x in answers)
@@ -86,7 +89,7 @@ def _judge(
         expected = twin_answers(learner, snapshot, prompts)
     else:
         expected = learner_answers(learner, prompts, targets)
-    for way, answers in zip(("eager", "captured"), found, strict=False):
+    for way, answers in found.items():
         shown = answers if bits and not exact else [x[list(targets)] for x in answers]
         apart = max(float((x - y).abs().max()) for x, y in zip(shown, expected, strict=True))
         as_before = previous is not None and all(torch.equal(x, y) for x, y in zip(answers, previous, strict=True))

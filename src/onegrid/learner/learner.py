@@ -23,7 +23,7 @@ from onegrid.learner.recover import make_room, refuse_lost_moments, without_left
 from onegrid.learner.replay import Replay, routing_metrics
 from onegrid.learner.weights import GradWeights
 from onegrid.model.canonical import Canonical
-from onegrid.model.decoder import Rows, decode_rows, embed, head_name
+from onegrid.model.decoder import Rows, decode_rows, head_name
 from onegrid.model.derived import canonical_parts, sums_of
 from onegrid.model.kv import kv_grid
 from onegrid.model.live import LiveWeights
@@ -181,19 +181,21 @@ class Learner:
         self.grad_weights.apart_A = packed.apart_A
         replay = Replay(sequences, packed, forced=self.config.replay_routing)
         self.reach(int(packed.rows.positions_N.max()) + 1)
-        embedded_ND = embed(self.grad_weights, packed.rows.tokens_N)
+        embedded_ND = self.grad_weights.embedded(packed.rows.tokens_N)
         if self.captured is not None and torch.is_grad_enabled() and replay.found is None:
             hidden_ND = self.captured.hidden(embedded_ND, packed, self._decode, self._rotations)
         else:
             hidden_ND = self._decode(embedded_ND, packed.rows, packed.segments, replay)
         self.routed.append(replay.equal())
         kept = _kept(sequences, self.device)
+        head = head_name(self.spec)
         logp, entropy = token_logp(
             hidden_ND[packed.predict_P],
-            self.grad_weights.tensor(head_name(self.spec)),
+            self.live.tensor(head),
             packed.target_P,
             temperature=temperature,
             kept=kept,
+            master_VD=self.masters[head],
         )
         lengths = [len(s.tokens_T) - s.num_prompt for s in sequences]
         return list(logp.split(lengths)), list(entropy.split(lengths))

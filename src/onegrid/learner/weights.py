@@ -13,6 +13,7 @@ from onegrid.formats import QUANTIZERS, Quantizer
 from onegrid.learner.experts import in_one
 from onegrid.learner.grid_linear import GridLinear, Input, Site
 from onegrid.learner.native_grid import native_inputs
+from onegrid.model.decoder import EMBEDDING
 from onegrid.model.live import LiveWeights, send, spans_rows
 from onegrid.model.stacks import is_stack
 from onegrid.ops.grouped import Dispatch, Scatter
@@ -35,6 +36,26 @@ class StraightThrough(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         """Identity."""
         return dy, None
+
+
+class Embedding(torch.autograd.Function):
+    """Rows of the live BF16 values; gradients go to the FP32 master, rows of one token added in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, master: Tensor, value: Tensor, tokens_N: Tensor) -> Tensor:
+        """master FP32 [V, D]; value [V, D] of BF16 values. Returns BF16 [N, D]."""
+        ctx.num_rows = len(master)
+        ctx.save_for_backward(tokens_N)
+        return torch.nn.functional.embedding(tokens_N, value).to(torch.bfloat16)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        """FP32 [V, D]. On a GPU torch's own adds by atomics where few tokens repeat often; an index put sorts first."""
+        (tokens_N,) = ctx.saved_tensors
+        if dy.is_cuda:
+            grad = dy.new_zeros(ctx.num_rows, dy.shape[-1], dtype=torch.float32)
+            return grad.index_put_((tokens_N,), dy.float(), accumulate=True), None, None
+        return torch.ops.aten.embedding_dense_backward(dy.float(), tokens_N, ctx.num_rows, -1, False), None, None
 
 
 class GradWeights:
@@ -87,6 +108,10 @@ class GradWeights:
     def tensor(self, name: str) -> Tensor:
         """See `model.decoder.Weights`."""
         return StraightThrough.apply(self.masters[name], self.live.tensor(name))
+
+    def embedded(self, tokens_N: Tensor) -> Tensor:
+        """See `model.decoder.Weights`."""
+        return Embedding.apply(self.masters[EMBEDDING], self.live.tensor(EMBEDDING), tokens_N)
 
     def linear(
         self, keys: tuple[str, ...], x: Tensor, dispatch: Dispatch | None = None, *, sent: bool = False

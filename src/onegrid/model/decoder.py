@@ -32,6 +32,10 @@ class Weights(Protocol):
         """An unquantized tensor by canonical name, BF16 values in BF16 or FP32."""
         ...
 
+    def embedded(self, tokens_N: Tensor) -> Tensor:
+        """Rows of the embedding, BF16 [N, D]."""
+        ...
+
     def linear(
         self, keys: tuple[str, ...], x: Any, dispatch: Dispatch | None = None, *, sent: bool = False
     ) -> list[Tensor]:
@@ -87,7 +91,7 @@ def decode_rows(
     rope       tables of `rope_table`, long enough for every position
     routes     gets one int16 [N, top_k] tensor a mixture-of-experts layer, appended in layer order: what routers chose
     forced_NLK recorded experts of every such layer to visit instead, -1 where the router decides
-    embedded_ND  `embed` of the tokens, where it was made before
+    embedded_ND  rows of the embedding, where they were taken before
     kv_grid    rounds keys and values to the grid of a quantized cache, on both sides alike
     recompute  drops each layer's activations and computes them again in the backward pass
     kernels    implementations of what lies between the matmuls; the other side must have the same
@@ -101,7 +105,7 @@ def decode_rows(
     mask = rows.mask_N
     if padding or mask is not None:
         mask = _padded(torch.ones_like(rows.tokens_N, dtype=torch.bool) if mask is None else mask, padding)
-    x = _masked(embed(weights, tokens) if embedded_ND is None else _padded(embedded_ND, padding), mask)
+    x = _masked(weights.embedded(tokens) if embedded_ND is None else _padded(embedded_ND, padding), mask)
 
     def block(layer: int, x_ND: Tensor, y_ND: Tensor | None) -> tuple[Tensor, Tensor]:
         """One layer: the residual after attention, and what the MLP adds to it, from the same two of the layer below.
@@ -140,14 +144,12 @@ def decode_rows(
     return kernels.residual_norm(x, y, weights.tensor("model.norm.weight"), spec.rms_eps)[1][:num_rows]
 
 
-def embed(weights: Weights, tokens_N: Tensor) -> Tensor:
-    """BF16 [N, D]."""
-    return torch.nn.functional.embedding(tokens_N, weights.tensor("model.embed_tokens.weight")).to(torch.bfloat16)
+EMBEDDING = "model.embed_tokens.weight"
 
 
 def head_name(spec: ModelSpec) -> str:
     """Canonical name of the tensor that makes logits: the embedding itself when tied."""
-    return "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
+    return EMBEDDING if spec.tied else "lm_head.weight"
 
 
 def _normed(

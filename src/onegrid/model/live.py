@@ -251,6 +251,10 @@ class LiveWeights:
             return held
         return self.read(name).values
 
+    def embedded(self, tokens_N: Tensor) -> Tensor:
+        """See `model.decoder.Weights`."""
+        return torch.nn.functional.embedding(tokens_N, self.tensor("model.embed_tokens.weight")).to(torch.bfloat16)
+
     def input_operand(self, key: str, x: Tensor, dispatch: Dispatch | None = None) -> Operand:
         """The activations as `key`'s matmul reads them. Rows are quantized before they are sent to experts."""
         quantizer = self.activation[key]

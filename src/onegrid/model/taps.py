@@ -33,7 +33,9 @@ class Tapped:
         out = self.weights.linear(keys, x, dispatch, sent=sent)
         if self.change is not None:
             out = [self.change(y) for y in out]
-        self.taps += zip(keys, out, strict=True)
+        # Places of experts that nobody owns hold whatever was in memory.
+        noted = out if dispatch is None else [dispatch.cleared(y) for y in out]
+        self.taps += zip(keys, noted, strict=True)
         return out
 
     def attend(self, attend: Attend) -> Attend:

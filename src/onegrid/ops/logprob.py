@@ -38,11 +38,19 @@ class TokenLogProb(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, head_VD: Tensor, tokens_N: Tensor, temperature: float, keep: Any
+        ctx: Any,
+        hidden_ND: Tensor,
+        master_VD: Tensor,
+        head_VD: Tensor,
+        tokens_N: Tensor,
+        temperature: float,
+        keep: Any,
     ) -> tuple[Tensor, Tensor]:
         """Shapes and meaning: `token_logp`."""
+        head_VD = head_VD.detach().to(compute_dtype(hidden_ND.device))
         ctx.save_for_backward(hidden_ND, head_VD, tokens_N)
-        ctx.temperature, ctx.keep = temperature, keep
+        ctx.temperature, ctx.keep, ctx.dtype = temperature, keep, master_VD.dtype
+        ctx.set_materialize_grads(False)
         logp, entropy = [], []
         for rows in _chunks(hidden_ND, head_VD):
             logp_NV = log_probs(logits(hidden_ND[rows], head_VD), temperature, _keep(keep, rows, head_VD))
@@ -54,44 +62,58 @@ class TokenLogProb(torch.autograd.Function):
         return torch.cat(logp), torch.cat(entropy)
 
     @staticmethod
-    def backward(ctx: Any, dlogp_N: Tensor, dentropy_N: Tensor) -> tuple[Any, ...]:
-        """d logp / d logit = (1[v = token] - p_v) / T; d entropy / d logit = -p_v (log p_v + entropy) / T."""
+    def backward(ctx: Any, dlogp_N: Tensor | None, dentropy_N: Tensor | None) -> tuple[Any, ...]:
+        """d logp / d logit = (1[v = token] - p_v) / T; d entropy / d logit = -p_v (log p_v + entropy) / T.
+
+        Their two products with head and hidden states are FP32 sums over the compute dtype: on a GPU the gradients of
+        logits are rounded to BF16 for them.
+        """
         hidden_ND, head_VD, tokens_N = ctx.saved_tensors
-        temperature = ctx.temperature or 1.0
+        if dlogp_N is None:
+            dlogp_N = hidden_ND.new_zeros(len(hidden_ND), dtype=torch.float32)
+        temperature, dtype = ctx.temperature or 1.0, head_VD.dtype
         dhidden = torch.zeros_like(hidden_ND)
         trained = ctx.needs_input_grad[1]
         dhead = torch.zeros(head_VD.shape, dtype=torch.float32, device=head_VD.device) if trained else None
-        head = head_VD.float()
         for rows in _chunks(hidden_ND, head_VD):
             hidden = hidden_ND[rows]
             logp_NV = log_probs(logits(hidden, head_VD), ctx.temperature, _keep(ctx.keep, rows, head_VD))
             p = logp_NV.exp()
             dlogits = p * -dlogp_N[rows, None]
             dlogits.scatter_add_(1, tokens_N[rows, None], dlogp_N[rows, None].float())
-            if bool(dentropy_N.any()):
+            if dentropy_N is not None:
                 inner = torch.where(p > 0, logp_NV, 0.0) + _entropy(logp_NV)[:, None]
                 dlogits -= dentropy_N[rows, None] * p * inner
-            dlogits /= temperature
-            dhidden[rows] = (dlogits @ head).to(hidden.dtype)
+            dlogits = (dlogits / temperature).to(dtype)
+            dhidden[rows] = dot(dlogits, head_VD.mT).to(hidden.dtype)
             if dhead is not None:
-                dhead += dlogits.mT @ hidden.float()
-        return dhidden, None if dhead is None else dhead.to(head_VD.dtype), None, None, None
+                dhead += dot(dlogits.mT, hidden.to(dtype).mT)
+        return dhidden, None if dhead is None else dhead.to(ctx.dtype), None, None, None, None
 
 
 def token_logp(
-    hidden_ND: Tensor, head_VD: Tensor, tokens_N: Tensor, *, temperature: float, kept: list[Tensor] | None = None
+    hidden_ND: Tensor,
+    head_VD: Tensor,
+    tokens_N: Tensor,
+    *,
+    temperature: float,
+    kept: list[Tensor] | None = None,
+    master_VD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of `tokens_N` and entropy of each row's distribution, both FP32 [N] in nats, differentiable.
 
     hidden_ND  BF16, after the final norm; head_VD FP32 or BF16 holding BF16 values; tokens_N int64
+    master_VD  FP32, what the head's gradient goes to; None: `head_VD` itself
     kept       per row the ids of the kept set where the sampler truncated (an empty tensor keeps all)
-    Vocabulary times tokens never exists at once: rows go in chunks of at most CHUNK_ELEMENTS logits.
+    Vocabulary times tokens never exists at once: a chunk has at most CHUNK_ELEMENTS logits, or a quarter of the head's
+    own elements, since its gradient takes that room anyway.
     """
-    return TokenLogProb.apply(hidden_ND, head_VD, tokens_N, temperature, kept)
+    master = head_VD if master_VD is None else master_VD
+    return TokenLogProb.apply(hidden_ND, master, head_VD, tokens_N, temperature, kept)
 
 
 def _chunks(hidden_ND: Tensor, head_VD: Tensor) -> list[slice]:
-    rows = max(TILE, CHUNK_ELEMENTS // head_VD.shape[0] // TILE * TILE)
+    rows = max(TILE, CHUNK_ELEMENTS // head_VD.shape[0] // TILE * TILE, head_VD.shape[1] // 4 // TILE * TILE)
     return [slice(start, min(start + rows, len(hidden_ND))) for start in range(0, len(hidden_ND), rows)]
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from onegrid.model.decoder import Rows
+from onegrid.model.live import spans_rows
 from onegrid.ops.capture import capturing
 from onegrid.ops.logprob import log_probs
 from onegrid.ops.pins import TILE, round_up
@@ -191,7 +192,9 @@ def step(
     position_N = (state.prompt_S[rows] + length_N - 1).clamp(min=0, max=len(model.rope[0]) - 1)
     attend = DecodeAttend(cache, position_N, None, model.weights.kernels)
     routes: list[Tensor] | None = [] if record_routing else None
-    hidden_ND.copy_(model.hidden(Rows(tokens_N=token_N, positions_N=position_N, mask_N=None), attend, routes))
+    # Where one scale spans all rows, those that nobody owns must not have a say in it.
+    owned_N = ~ended_N if any(map(spans_rows, model.weights.activation.values())) else None
+    hidden_ND.copy_(model.hidden(Rows(tokens_N=token_N, positions_N=position_N, mask_N=owned_N), attend, routes))
     if routes is not None and state.routing_SRLK is not None:
         # Of a slot that has ended nothing is read behind its length; a full one's clamped column keeps what it has.
         held_SRLK = state.routing_SRLK[rows]
