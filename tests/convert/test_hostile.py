@@ -15,6 +15,7 @@ from onegrid.convert.convert import convert
 from onegrid.convert.source import open_source
 from onegrid.errors import CheckpointError, NonFiniteError, RecipeError, WeightsError
 from onegrid.formats import QUANTIZERS, quantize
+from onegrid.model.weights import read_index
 from onegrid.recipe import PRESETS, preset
 from tests.convert.checkpoints import bf16_model, files_of, write
 from tests.convert.test_cases import FP8, LAYER, NVFP4_MODELOPT, config, fp8_codes, random
@@ -28,10 +29,12 @@ def fp8_checkpoint(folder, **change):
     return write(folder, config(FP8), {k: v for k, v in raw.items() if v is not None})
 
 
-def refused(folder, error, message, target):
+def refused(folder, error, message, target, recipe=PRESETS["bf16"], **arguments):
+    """Nothing is written, not even hidden beside the target."""
+    before = sorted(target.parent.rglob("*"))
     with pytest.raises(error, match=message):
-        convert(folder, target, PRESETS["bf16"])
-    assert not target.exists()
+        convert(folder, target, recipe, **arguments)
+    assert sorted(target.parent.rglob("*")) == before
 
 
 def test_a_truncated_shard_is_named(tmp_path):
@@ -48,7 +51,10 @@ def test_a_truncated_shard_is_named(tmp_path):
         ({"ghost.weight": "model-00009-of-00002.safetensors"}, "model-00009-of-00002.safetensors is missing"),
         ({"ghost.weight": "../outside.safetensors"}, "only files in the folder itself"),
         ({"ghost.weight": "/outside.safetensors"}, "only files in the folder itself"),
-        ({"ghost.weight": 7}, "only files in the folder itself"),
+        ({"ghost.weight": ".."}, "only files in the folder itself"),
+        ({"ghost.weight": "sub/outside.safetensors"}, "only files in the folder itself"),
+        ({"ghost.weight": "a\0.safetensors"}, "only files in the folder itself"),
+        ({"ghost.weight": 7}, "must name a file for every tensor"),
     ],
 )
 def test_an_index_that_points_nowhere_or_out_of_the_folder_is_refused(entry, message, tmp_path):
@@ -57,6 +63,8 @@ def test_an_index_that_points_nowhere_or_out_of_the_folder_is_refused(entry, mes
         tmp_path / "bad", {"num_hidden_layers": 1}, {"a.weight": random(4, 4)}, {"b.weight": random(4, 4)}, index=entry
     )
     refused(tmp_path / "bad", WeightsError, message, tmp_path / "out")
+    with pytest.raises(WeightsError, match=message):
+        read_index(tmp_path / "bad")  # what training starts from reads it the same way
 
 
 def test_an_index_that_lists_a_tensor_twice_is_refused(tmp_path):
@@ -78,6 +86,11 @@ def test_an_index_that_lists_a_tensor_twice_is_refused(tmp_path):
         ({f"{LAYER}.weight_scale_inv": torch.ones(1, 1, dtype=torch.int32)}, WeightsError, "dtype torch.int32"),
         ({f"{LAYER}.weight_scale_inv": torch.full((1, 1), torch.nan)}, NonFiniteError, "1 scales of .* are NaN"),
         ({f"{LAYER}.weight_scale_inv": -torch.ones(1, 1)}, NonFiniteError, "negative"),
+        ({f"{LAYER}.weight_scale_inv": torch.zeros(1, 1)}, WeightsError, "1 scales of .* are 0, and 40.. codes below"),
+        ({f"{LAYER}.weight_scale_inv": torch.full((1, 1), 1e38)}, NonFiniteError, "NaN or Inf among 4096"),
+        ({f"{LAYER}.weight_scale_inv": torch.ones(1, 1).double()}, WeightsError, "dtype torch.float64"),
+        ({f"{LAYER}.weight_scale_inv": torch.ones(0, 1)}, WeightsError, r"have shape \(0, 1\)"),
+        ({f"{LAYER}.weight": torch.zeros(0, 64).to(torch.float8_e4m3fn)}, WeightsError, "has 0 x 1 for a weight of 0"),
         ({f"{LAYER}.weight_scale_inv": None}, WeightsError, "has no scale"),
         (
             {f"{LAYER}.weight": torch.full((64, 64), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)},

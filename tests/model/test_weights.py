@@ -206,7 +206,7 @@ def test_a_truncated_or_missing_file_is_named(tmp_path):
     with pytest.raises(WeightsError, match=f"ghost.weight missing from {shard.name}"):
         load_weights(tmp_path, spec)
     index.write_text("{")
-    with pytest.raises(WeightsError, match="is not an index"):
+    with pytest.raises(WeightsError, match="cannot be read as JSON"):
         load_weights(tmp_path, spec)
     with pytest.raises(WeightsError, match="no weights in"):
         load_weights(tmp_path / "nowhere", spec)

@@ -44,7 +44,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; give a checkpoint folder or a config.json") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} holds a {type(config).__name__}, a model's config is an object")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.console import Console
 from onegrid.cli.plan import plan_of
 from onegrid.errors import ConfigError
 from onegrid.model.canonical import Snapshot
+from onegrid.model.shards import read_object
 from onegrid.model.spec import ModelSpec
 from onegrid.ops.memory import keep_freed_memory
 from onegrid.ops.selftest import require
@@ -64,7 +64,7 @@ def run(
     if device == "cpu":
         keep_freed_memory()
     plan = plan_of(recipe, checkpoint)
-    spec = ModelSpec.from_hf_config(json.loads((checkpoint / "config.json").read_text(encoding="utf-8")))
+    spec = ModelSpec.from_hf_config(read_object(checkpoint / "config.json"))
     tokenizer = load_tokenizer(checkpoint)
     live = published(checkpoint, spec, plan, device=device)
     proof = prove_pins(spec, live.kernels, device)

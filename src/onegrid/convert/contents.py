@@ -10,7 +10,7 @@ import torch
 
 from onegrid.convert.source import Source, Weight
 from onegrid.errors import WeightsError
-from onegrid.recipe.kinds import kind_of, text_config
+from onegrid.recipe.kinds import kind_of, num_layers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def contents(
     Raises WeightsError where the reference lacks a tensor or has it in another shape.
     """
     stored = source.stored_quantizers()
-    num_layers = int(text_config(source.config).get("num_hidden_layers") or 0)
+    num_layers = num_layers_of(source.config)
     rows = []
     for name, weight in source.weights.items():
         relative, largest = (None, None) if reference is None else _error(source, reference, name)

@@ -6,6 +6,7 @@ and gives the same bytes. Whatever was at the target stays until then.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,9 @@ from onegrid.convert.by_rows import one_core_each
 from onegrid.convert.prepare import extra_tensors, identity_of, prepare
 from onegrid.convert.shard_files import write_file
 from onegrid.convert.source import open_source
-from onegrid.convert.staging import check_target, finish, start
+from onegrid.convert.staging import check_target, finish, side_files, staging_of, whole_files, working
 from onegrid.convert.weights import Converter
+from onegrid.errors import WeightsError
 from onegrid.recipe import Plan, Recipe
 
 
@@ -60,11 +62,13 @@ def convert(
     their bytes. As many weights as threads are in memory. Raises WeightsError, RecipeError and NonFiniteError before
     anything at the target changes, CheckpointError when the disk refuses.
     """
-    folder, target = Path(source), Path(target)
+    if threads < 1 or max_shard_bytes < 1:
+        raise WeightsError(f"threads is {threads} and max_shard_bytes {max_shard_bytes}; both must be at least 1")
+    folder, target = Path(source), Path(os.path.abspath(target))
     check_target(folder, target, overwrite=overwrite)
     work = prepare(open_source(folder), recipe, layout, max_shard_bytes)
-    staging = target.parent / f".{target.name}.converting"
-    reused = start(staging, identity_of(work, layout, max_shard_bytes), work.files)
+    side_files(folder, set())  # refuses what it would not copy, before anything is written
+    staging = staging_of(target)
     converter = Converter(work.source, work.plan, work.rows)
     total = sum(len(file.weights) for file in work.files)
     num_done = 0
@@ -75,14 +79,15 @@ def convert(
         if on_tensor is not None:
             on_tensor(name, num_done, total)
 
-    with one_core_each():
+    with working(staging, identity_of(work, layout, max_shard_bytes)), one_core_each():
+        reused = whole_files(staging, work.files)
         for file in work.files:
             if file.name in reused:
                 for name in file.weights:
                     done(name)
             else:
                 write_file(file, staging, converter.tensors, done=done, threads=threads)
-    finish(staging, target, work)
+        finish(staging, target, work)
     work.source.close()
     return Report(
         plan=work.plan,

@@ -23,7 +23,7 @@ from onegrid.convert.gguf_tokenizer import tokenizer_files
 from onegrid.convert.shard_files import Slot, index_of, plan_files, write_file
 from onegrid.errors import CheckpointError, NonFiniteError, WeightsError
 from onegrid.model.shards import INDEX, some
-from onegrid.model.spec import ModelSpec, tensor_shapes
+from onegrid.model.spec import MOST_LAYERS, ModelSpec, tensor_shapes
 
 FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 """Value of general.architecture -> family of the decoder."""
@@ -113,42 +113,44 @@ class _Gguf:
             )
         self._architecture, self.family = architecture, FAMILIES[architecture]
         kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-        self._names = gguf.get_tensor_name_map(kind, int(self._field("block_count")))
+        num_layers = self._whole("block_count")
+        if num_layers > MOST_LAYERS:
+            raise WeightsError(f"{path} says it has {num_layers} layers; a model has at most {MOST_LAYERS}")
+        self._names = gguf.get_tensor_name_map(kind, num_layers)
 
     def config(self) -> dict[str, Any]:
         """The content of config.json, without token ids."""
-        heads, hidden = int(self._field("attention.head_count")), int(self._field("embedding_length"))
+        heads, hidden = self._whole("attention.head_count"), self._whole("embedding_length")
         if "token_embd.weight" not in self._stored:
             raise WeightsError(f"{self.path} has no token_embd.weight; it is not a whole language model")
         if self.fields.get(f"{self._architecture}.rope.scaling.type", "none") != "none" or (
             "rope_freqs.weight" in self._stored
         ):
             raise WeightsError(f"{self.path} scales its rotary embedding, which the import does not translate")
-        head_dim = self.fields.get(f"{self._architecture}.attention.key_length", hidden // heads)
         spec = {
             "model_type": self.family,
             "vocab_size": self._shape("token_embd.weight")[0],
             "hidden_size": hidden,
-            "intermediate_size": int(self._field("feed_forward_length")),
-            "num_hidden_layers": int(self._field("block_count")),
+            "intermediate_size": self._whole("feed_forward_length"),
+            "num_hidden_layers": self._whole("block_count"),
             "num_attention_heads": heads,
-            "num_key_value_heads": int(self._field("attention.head_count_kv", heads)),
-            "head_dim": int(head_dim),
-            "max_position_embeddings": int(self._field("context_length")),
-            "rms_norm_eps": _shortest(self._field("attention.layer_norm_rms_epsilon")),
-            "rope_theta": _shortest(self._field("rope.freq_base", 10000.0)),
+            "num_key_value_heads": self._whole("attention.head_count_kv", heads),
+            "head_dim": self._whole("attention.key_length", hidden // heads),
+            "max_position_embeddings": self._whole("context_length"),
+            "rms_norm_eps": _shortest(self._number("attention.layer_norm_rms_epsilon")),
+            "rope_theta": _shortest(self._number("rope.freq_base", 10000.0)),
             "tie_word_embeddings": "output.weight" not in self._stored,
             "attention_bias": self.family == "llama" and "blk.0.attn_q.bias" in self._stored,
         }
         if self.family.endswith("_moe"):
             spec |= {
-                "num_experts": int(self._field("expert_count")),
-                "num_experts_per_tok": int(self._field("expert_used_count")),
-                "moe_intermediate_size": int(self._field("expert_feed_forward_length")),
+                "num_experts": self._whole("expert_count"),
+                "num_experts_per_tok": self._whole("expert_used_count"),
+                "moe_intermediate_size": self._whole("expert_feed_forward_length"),
                 "norm_topk_prob": bool(self._field("expert_weights_norm", self.family == "qwen3_moe")),
             }
         if self.family == "qwen2_moe":
-            spec["shared_expert_intermediate_size"] = int(self._field("expert_shared_feed_forward_length"))
+            spec["shared_expert_intermediate_size"] = self._whole("expert_shared_feed_forward_length")
         return ModelSpec.from_hf_config(spec).to_hf_config()
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -190,9 +192,9 @@ class _Gguf:
 
     def _halves(self, name: str, tensor: Tensor) -> Tensor:
         """GGUF keeps the rows of a Llama head in pairs that rotate together; Hugging Face keeps the two halves."""
-        heads = int(self._field("attention.head_count"))
+        heads = self._whole("attention.head_count")
         if ".k_proj." in name:
-            heads = int(self._field("attention.head_count_kv", heads))
+            heads = self._whole("attention.head_count_kv", heads)
         pairs = tensor.reshape(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
         return pairs.transpose(1, 2).reshape(tensor.shape).contiguous()
 
@@ -208,6 +210,22 @@ class _Gguf:
 
     def _shape(self, raw: str) -> tuple[int, ...]:
         return tuple(int(size) for size in reversed(self._stored[raw].shape))
+
+    def _whole(self, name: str, default: int | None = None) -> int:
+        value = self._field(name, default)
+        if type(value) is not int or value < 1:
+            raise WeightsError(
+                f"{self.path} has {self._architecture}.{name} = {value!r}; it must be an integer above 0"
+            )
+        return value
+
+    def _number(self, name: str, default: float | None = None) -> float:
+        value = self._field(name, default)
+        if type(value) not in (int, float) or not 0 < value < LARGEST:
+            raise WeightsError(
+                f"{self.path} has {self._architecture}.{name} = {value!r}; it must be finite and above 0"
+            )
+        return float(value)
 
     def _field(self, name: str, default: Any = None) -> Any:
         value = self.fields.get(f"{self._architecture}.{name}", default)

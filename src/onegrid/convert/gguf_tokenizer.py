@@ -12,6 +12,7 @@ from typing import Any
 
 from onegrid.errors import CheckpointError, WeightsError
 
+AT = "tokenizer.ggml."
 CONTROL, USER_DEFINED = 3, 4
 """Token types that are never the result of merges."""
 
@@ -43,21 +44,28 @@ def tokenizer_files(fields: Mapping[str, Any], *, vocab_size: int, max_positions
         raise WeightsError(f'the tokenizer is of the kind {kind!r}; only byte-level BPE ("gpt2") is translated')
     if pre not in CUTS:
         raise WeightsError(f"the tokenizer cuts text by {pre!r}; known are {', '.join(CUTS)}")
-    tokens = list(fields["tokenizer.ggml.tokens"])
+    tokens: list[str] = _listed(fields, "tokens", str)
     if len(tokens) > vocab_size:
         raise WeightsError(f"{len(tokens)} tokens, but the embedding has {vocab_size} rows")
-    types = list(fields.get("tokenizer.ggml.token_type", [1] * len(tokens)))
-    special: dict[str, Any] = {
-        name: fields.get(f"tokenizer.ggml.{key}")
-        for name, key in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("pad", "padding_token_id"))
-    }
-    special["unk"] = fields.get("tokenizer.ggml.unknown_token_id")
-    ends = [fields.get(f"tokenizer.ggml.{key}") for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
-    end_ids = sorted({int(i) for i in ends if i is not None})
-    adds_bos = bool(fields.get("tokenizer.ggml.add_bos_token", False)) and special["bos"] is not None
-    text = _tokenizer_json(
-        tokens, list(fields["tokenizer.ggml.merges"]), types, pre=pre, bos=tokens[special["bos"]] if adds_bos else None
-    )
+    if len(set(tokens)) < len(tokens):
+        raise WeightsError(f"{len(tokens)} tokens, of which {len(set(tokens))} differ; two ids cannot be one text")
+    types: list[int] = _listed(fields, "token_type", int) if f"{AT}token_type" in fields else [1] * len(tokens)
+    if len(types) != len(tokens):
+        raise WeightsError(f"{len(tokens)} tokens, but {len(types)} types of tokens")
+    merges: list[str] = _listed(fields, "merges", str)
+    known = set(tokens)
+    for merge in merges:
+        left, _, right = merge.partition(" ")
+        if not {left, right, left + right} <= known:
+            raise WeightsError(f"the tokenizer merges {merge!r}, whose parts and whole are not all among its tokens")
+    names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+    special = {name: _token_id(fields, key, len(tokens)) for name, key in names.items()}
+    end_ids = sorted({i for key in ("eos", "eot", "eom") if (i := _token_id(fields, key, len(tokens))) is not None})
+    template = fields.get("tokenizer.chat_template", "")
+    if not isinstance(template, str):
+        raise WeightsError(f"tokenizer.chat_template is {template!r}; it must be a text")
+    first = tokens[special["bos"]] if fields.get(f"{AT}add_bos_token") is True and special["bos"] is not None else None
+    text = _tokenizer_json(tokens, merges, types, pre=pre, bos=first)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_positions,
@@ -65,8 +73,8 @@ def tokenizer_files(fields: Mapping[str, Any], *, vocab_size: int, max_positions
         "add_prefix_space": False,
     }
     config |= {f"{name}_token": tokens[i] for name, i in special.items() if i is not None}
-    if "tokenizer.chat_template" in fields:
-        config["chat_template"] = fields["tokenizer.chat_template"]
+    if template:
+        config["chat_template"] = template
     settings: dict[str, Any] = {f"{n}_token_id": int(i) for n, i in special.items() if n != "unk" and i is not None}
     if end_ids:
         settings["eos_token_id"] = end_ids[0] if len(end_ids) == 1 else end_ids
@@ -75,6 +83,20 @@ def tokenizer_files(fields: Mapping[str, Any], *, vocab_size: int, max_positions
         "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
         "generation_config.json": json.dumps(settings, indent=2) + "\n",
     }
+
+
+def _listed(fields: Mapping[str, Any], key: str, kind: type) -> list[Any]:
+    found = fields.get(AT + key)
+    if not isinstance(found, list) or not all(type(x) is kind for x in found):
+        raise WeightsError(f"{AT}{key} is {str(found)[:60]!r}; it must be a list of {kind.__name__}")
+    return found
+
+
+def _token_id(fields: Mapping[str, Any], key: str, num_tokens: int) -> int | None:
+    found = fields.get(f"{AT}{key}_token_id")
+    if found is not None and (type(found) is not int or not 0 <= found < num_tokens):
+        raise WeightsError(f"{AT}{key}_token_id is {str(found)[:60]!r}; the tokenizer has ids 0 to {num_tokens - 1}")
+    return found
 
 
 def _tokenizer_json(tokens: list[str], merges: list[str], types: list[int], *, pre: str, bos: str | None) -> str:

@@ -6,7 +6,6 @@ scale without its weight, two scales for one, a file outside the folder, are err
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -22,12 +21,14 @@ from onegrid.convert.layouts import CODES, COMPANIONS, GLOBALS, INPUTS, SCALES
 from onegrid.convert.stored import is_power_of_two, quant_tensor
 from onegrid.errors import WeightsError
 from onegrid.formats import QUANTIZERS, QuantTensor
-from onegrid.model.shards import INDEX, SINGLE, Entry, entries, open_shard, some
+from onegrid.model.shards import Entry, entries, open_shard, read_object
 from onegrid.recipe.dialects.foreign import Foreign, read_config
-from onegrid.recipe.kinds import packed_parts
+from onegrid.recipe.kinds import layer_of, num_layers_of, packed_parts
 
 FLOATS = ("BF16", "F16", "F32")
 _BLOCKS = ("fp8_128x128", "fp8_128x128_fp32")
+LEGACY = "hf_quant_config.json"
+"""ModelOpt's own configuration file."""
 _OPEN_FILES = 3
 """Pages of open files count as memory of this process."""
 
@@ -152,48 +153,25 @@ def open_source(folder: Path | str) -> Source:
     the folder, names that collide, scales that are missing or unused, and RecipeError for an unknown configuration.
     """
     folder = Path(folder)
-    config = _json(folder / "config.json", needed=True)
-    legacy = _json(folder / "hf_quant_config.json", needed=False)
-    _check_index(folder)
+    config = read_object(folder / "config.json")
+    legacy = read_object(folder / LEGACY) if (folder / LEGACY).exists() else None
     found = entries(folder)
-    declared = read_config(config, legacy or None)
+    if not found:
+        raise WeightsError(f"{folder} holds no tensors; a checkpoint has some")
+    _check_layers(folder, config, found)
+    declared = read_config(config, legacy)
     return Source(folder, config, declared, found, _weights(found, declared))
 
 
-def _json(path: Path, *, needed: bool) -> dict[str, Any]:
-    if not path.exists():
-        if needed:
-            raise WeightsError(f"{path} is missing; a checkpoint folder has a config.json")
-        return {}
-    try:
-        value = json.loads(path.read_text())
-    except (ValueError, OSError) as error:
-        raise WeightsError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise WeightsError(f"{path} holds a {type(value).__name__}; it must be an object")
-    return value
-
-
-def _check_index(folder: Path) -> None:
-    """File names in the index must be plain names, and no tensor may be listed twice."""
-    if (folder / SINGLE).exists() or not (folder / INDEX).exists():
-        return
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        twice = sorted({key for key in keys if keys.count(key) > 1}) if len(set(keys)) < len(keys) else []
-        if twice:
-            raise WeightsError(f"{folder / INDEX} lists {some(twice)} twice")
-        return dict(pairs)
-
-    try:
-        listed = json.loads((folder / INDEX).read_text(), object_pairs_hook=once)["weight_map"]
-        files = dict.fromkeys(listed.values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{folder / INDEX} is not an index: {error!r}") from error
-    for file in files:
-        if not isinstance(file, str) or Path(file).name != file or file in (".", "..") or "\\" in file:
-            raise WeightsError(f"{folder / INDEX} names the file {file!r}; only files in the folder itself are read")
+def _check_layers(folder: Path, config: Mapping[str, Any], found: Mapping[str, Entry]) -> None:
+    """WeightsError where a layer that the configuration counts has no tensor at all."""
+    layers = {layer_of(key) for key in found} - {None}
+    missing = next((i for i in range(num_layers_of(config)) if i not in layers), None)
+    if layers and missing is not None:
+        raise WeightsError(
+            f"{folder} has num_hidden_layers {num_layers_of(config)} in its config.json, but no tensor of layer "
+            f"{missing}; the tensors are of {len(layers)} layers"
+        )
 
 
 def _weights(found: Mapping[str, Entry], declared: Foreign | None) -> dict[str, Weight]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from onegrid.convert.by_rows import dequantize_by_rows, require_finite
 from onegrid.convert.layouts import Layout, grid_shape, scale_shape
 from onegrid.errors import NonFiniteError, WeightsError
 from onegrid.formats import E4M3, QUANTIZERS, Quantizer, QuantTensor
@@ -19,6 +20,7 @@ from onegrid.formats.casts import decode_elements, divide, e8m0_decode, encode_e
 from onegrid.formats.quantize import Stats
 from onegrid.formats.scales import global_encode
 
+LARGEST_BF16 = torch.finfo(torch.bfloat16).max
 _CODES = {torch.float8_e4m3fn, torch.uint8}
 _WIDE = {torch.float32, torch.bfloat16, torch.float16}
 
@@ -43,14 +45,38 @@ def quant_tensor(
         num_nan = int(((raw & 0x7F) == 0x7F).sum())
         if num_nan:
             raise NonFiniteError(f"{name} has {num_nan} NaN codes among {raw.numel()}")
-    grid = _grid(name, quantizer, scales, shape)
+    grid, values = _grid(name, quantizer, scales, shape)
     amax, factor = _global(name, quantizer, global_scale, sense)
     none = torch.zeros((), dtype=torch.int64)
-    return QuantTensor(raw, grid, amax, factor, shape, quantizer, -1, Stats(none, none, none))
+    q = QuantTensor(raw, grid, amax, factor, shape, quantizer, -1, Stats(none, none, none))
+    if values.numel():
+        _refuse_dead_blocks(name, q)
+        if float(values.amax()) * quantizer.fmt.max * (1.0 if factor is None else float(factor)) > LARGEST_BF16:
+            require_finite(name, dequantize_by_rows(q, torch.bfloat16))
+    return q
 
 
-def _grid(name: str, quantizer: Quantizer, scales: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Scales in the shape and dtype of `QuantTensor.scales`."""
+def _refuse_dead_blocks(name: str, q: QuantTensor) -> None:
+    """WeightsError for FP32 scales of 0 over codes that are not: such weights would vanish in silence.
+
+    Zero blocks may have a scale of 0; so may blocks of NVFP4 that are too small for their tensor's range.
+    """
+    if q.quantizer.scale != "fp32" or bool(q.scales.all()):
+        return
+    dead = (q.scales == 0).reshape(grid_shape(q.shape, q.quantizer.block))
+    for axis, (size, extent) in enumerate(zip(q.quantizer.block, q.shape, strict=True)):
+        dead = dead.repeat_interleave(extent if size is None else size, axis).narrow(axis, 0, extent)
+    lost = int((dead & ((q.codes & 0x7F) != 0)).sum())
+    if lost:
+        num = int((q.scales == 0).sum())
+        raise WeightsError(
+            f"{num} scales of {name} are 0, and {lost} codes below them are not: these weights would be lost; "
+            f"export the checkpoint again with its scales"
+        )
+
+
+def _grid(name: str, quantizer: Quantizer, scales: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Scales in the shape and dtype of `QuantTensor.scales`, and as FP32 numbers."""
     rows, columns = grid_shape(shape, quantizer.block)
     wanted = {(rows, columns), (rows, 1, columns, 1)}
     if columns == 1:
@@ -78,7 +104,8 @@ def _grid(name: str, quantizer: Quantizer, scales: Tensor, shape: tuple[int, int
     num_bad = int((~(values.isfinite() & (values >= 0))).sum())
     if num_bad:
         raise NonFiniteError(f"{num_bad} scales of {name} are NaN, Inf or negative, among {values.numel()}")
-    return grid.reshape(()) if quantizer.block == (None, None) else grid.reshape(rows, columns).contiguous()
+    shaped = grid.reshape(()) if quantizer.block == (None, None) else grid.reshape(rows, columns).contiguous()
+    return shaped, values
 
 
 def _global(name: str, quantizer: Quantizer, number: Tensor | None, sense: str) -> tuple[Tensor | None, Tensor | None]:

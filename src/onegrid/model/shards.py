@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,20 +33,21 @@ class Entry:
 
 
 def entries(folder: Path) -> dict[str, Entry]:
-    """Every tensor of the checkpoint, from the headers of its files. A single file wins over an index."""
+    """Every tensor of the checkpoint, from the headers of its files. A single file wins over an index.
+
+    WeightsError for files that are missing, damaged or outside the folder, and for an index that disagrees with them.
+    """
     if (folder / SINGLE).exists():
-        return _header(folder / SINGLE)
+        return _header(inside(folder, SINGLE))
     if not (folder / INDEX).exists():
         raise WeightsError(f"no weights in {folder}: neither {SINGLE} nor {INDEX}")
-    try:
-        listed: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise WeightsError(f"{folder / INDEX} is not an index: {error!r}") from error
+    listed = read_object(folder / INDEX).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
         raise WeightsError(f"{folder / INDEX} is not an index: its weight_map must name a file for every tensor")
+    paths = {file: inside(folder, file) for file in dict.fromkeys(listed.values())}
     found: dict[str, Entry] = {}
-    for file in dict.fromkeys(listed.values()):
-        for name, entry in _header(folder / file).items():
+    for file, path in paths.items():
+        for name, entry in _header(path).items():
             if listed.get(name) != file:
                 raise WeightsError(f"extra tensor {name} in {file}: the index has it in {listed.get(name, 'no file')}")
             found[name] = entry
@@ -53,6 +55,43 @@ def entries(folder: Path) -> dict[str, Entry]:
     if missing:
         raise WeightsError(f"{some(missing)} missing from {listed[missing[0]]}, though {INDEX} lists it there")
     return found
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint. WeightsError for one that cannot be read or has a key twice."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            counts = Counter(key for key, _ in pairs)
+            raise WeightsError(f"{path} lists {some([key for key, count in counts.items() if count > 1])} twice")
+        return found
+
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
+    except FileNotFoundError as error:
+        raise WeightsError(f"{path} is missing; a checkpoint folder has a {path.name}") from error
+    except (ValueError, OSError, RecursionError) as error:
+        raise WeightsError(f"{path} cannot be read as JSON: {type(error).__name__}: {error}") from error
+    if not isinstance(value, dict):
+        raise WeightsError(f"{path} holds a {type(value).__name__}; it must be an object")
+    return value
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Path of a file of a checkpoint. WeightsError where the name, or a link in its place, leads out of the folder.
+
+    The cache of the Hugging Face hub is known: its snapshots are links to the blobs beside them.
+    """
+    if Path(name).name != name or name in (".", "..") or "\\" in name or "\0" in name:
+        raise WeightsError(f"{folder / INDEX} names the file {name!r}; only files in the folder itself are read")
+    path, home = folder / name, folder.resolve()
+    if path.is_symlink():
+        end = path.resolve()
+        blobs = [parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"]
+        if not end.is_relative_to(home) and end.parent not in blobs:
+            raise WeightsError(f"{path} is a link to {end}, outside the checkpoint; put the file itself there")
+    return path
 
 
 def _header(path: Path) -> dict[str, Entry]:

@@ -6,6 +6,7 @@ where the file can still be named, and not in the middle of a forward pass.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,9 @@ ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 """Rope types beyond the plain one: (keys that must be there, keys that may be)."""
+
+MOST_LAYERS, MOST_EXPERTS = 10_000, 1_000_000
+"""Of a model, and of all its layers together: a file that claims more would fill the memory with names."""
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -89,7 +93,7 @@ class ModelSpec:
         if head_dim is None and hidden % heads:
             raise SpecError(f"hidden_size {hidden} is not divisible by num_attention_heads {heads}; set head_dim")
         attention_bias = bool(config.get("attention_bias", False))
-        num_layers = _size(config, "num_hidden_layers")
+        num_layers = _size(config, "num_hidden_layers", most=MOST_LAYERS)
         max_positions = _size(config, "max_position_embeddings", 2048)
         rope_theta, rope_scaling = _rope(config, max_positions)
         return cls(
@@ -197,7 +201,7 @@ def _mlp_shapes(at: str, hidden: int, width: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _size(config: Mapping[str, Any], key: str, default: int | None = None, *, most: int = 2**62) -> int:
     value = config.get(key)
     if value is None:
         value = default
@@ -205,6 +209,8 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
         raise SpecError(f"the model config has no {key}; it must be an integer of at least 1")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise SpecError(f"{key} is {value!r}; it must be an integer of at least 1")
+    if value > most:
+        raise SpecError(f"{key} is {value}; it must be at most {most}")
     return value
 
 
@@ -219,11 +225,12 @@ def _number(config: Mapping[str, Any], key: str, default: float) -> float:
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     """SpecError for what would change the numbers and the decoder does not do."""
-    layer_types = set(config.get("layer_types") or ())
-    if config.get("use_sliding_window") or layer_types - {"full_attention"}:
+    listed = config.get("layer_types") or ()
+    others = [kind for kind in listed if kind != "full_attention"] if isinstance(listed, list | tuple) else [listed]
+    if config.get("use_sliding_window") or others:
         raise SpecError(
             f"sliding-window attention is not supported (use_sliding_window {config.get('use_sliding_window')!r}, "
-            f"layer_types {sorted(layer_types)}); only full attention is"
+            f"layer_types {str(others)[:80]}); only full attention is"
         )
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise SpecError(f"hidden_act {config['hidden_act']!r} is not supported; only silu is")
@@ -268,9 +275,11 @@ def _rope(config: Mapping[str, Any], max_positions: int) -> tuple[float, dict[st
 def _experts(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """Fields of a mixture of experts; layer i is one unless listed in mlp_only_layers or skipped by the sparse step."""
     count_key = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
-    step, first_dense = _size(config, "decoder_sparse_step", 1), int(config.get("first_k_dense_replace") or 0)
+    step, first_dense = _size(config, "decoder_sparse_step", 1), config.get("first_k_dense_replace") or 0
+    if type(first_dense) is not int or not 0 <= first_dense <= num_layers:
+        raise SpecError(f"first_k_dense_replace is {first_dense!r}; it must be a number of layers, 0 to {num_layers}")
     listed = config.get("mlp_only_layers") or []
-    if not isinstance(listed, list) or not all(isinstance(layer, int) for layer in listed):
+    if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
         raise SpecError(f"mlp_only_layers is {listed!r}; it must be a list of layer numbers")
     dense = set(listed) | set(range(first_dense))
     stray = sorted(layer for layer in dense if not 0 <= layer < num_layers)
@@ -278,7 +287,7 @@ def _experts(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
         raise SpecError(f"mlp_only_layers names layers {stray}; the model has layers 0 to {num_layers - 1}")
     shared = config["model_type"] == "qwen2_moe"
     return {
-        "num_experts": _size(config, count_key),
+        "num_experts": _size(config, count_key, most=MOST_EXPERTS // num_layers),
         "top_k": _size(config, "num_experts_per_tok"),
         "moe_intermediate_size": _size(config, "moe_intermediate_size"),
         "shared_expert_intermediate_size": _size(config, "shared_expert_intermediate_size") if shared else 0,
@@ -300,8 +309,8 @@ def _check(spec: ModelSpec) -> None:
         )
     if spec.head_dim % 2:
         raise SpecError(f"head_dim {spec.head_dim} is odd; rope turns pairs and needs an even size")
-    if not spec.rms_eps > 0 or not spec.rope_theta > 0:
-        raise SpecError(f"rms_norm_eps {spec.rms_eps} and rope_theta {spec.rope_theta} must be above 0")
+    if not 0 < spec.rms_eps < math.inf or not 0 < spec.rope_theta < math.inf:
+        raise SpecError(f"rms_norm_eps {spec.rms_eps} and rope_theta {spec.rope_theta} must be finite and above 0")
     if spec.moe_layers:
         if not 1 <= spec.top_k <= spec.num_experts:
             raise SpecError(f"num_experts_per_tok {spec.top_k} must be between 1 and num_experts {spec.num_experts}")

@@ -7,7 +7,6 @@ that a full disk or a kill leaves the checkpoint that was there.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from onegrid.errors import NonFiniteError, WeightsError
-from onegrid.model.shards import entries, open_shard, some, write_checkpoint
+from onegrid.model.shards import entries, open_shard, read_object, some, write_checkpoint
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.recipe.kinds import canonical_shapes, packed_parts
 
@@ -63,7 +62,7 @@ def read_index(folder: Path | str) -> dict[str, tuple[int, ...]]:
     folder = Path(folder)
     config = folder / "config.json"
     shapes = {name: entry.shape for name, entry in entries(folder).items() if not _derived(name)}
-    return canonical_shapes(shapes, json.loads(config.read_text()) if config.exists() else {})
+    return canonical_shapes(shapes, read_object(config) if config.exists() else {})
 
 
 def save_weights(

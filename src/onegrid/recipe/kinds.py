@@ -129,13 +129,15 @@ def packed_parts(name: str, shape: Shape) -> dict[str, Shape]:
     """Canonical name -> shape of the experts in a packed tensor, in the order of its rows; {} if it is not packed.
 
     `X.experts.gate_up_proj` (E, 2F, D) holds E times gate (F, D) then up (F, D); `X.experts.down_proj` is (E, D, F).
-    Raises WeightsError for an odd number of gate and up rows.
+    Raises WeightsError for no experts and an odd number of gate and up rows.
     """
     found = _PACKED.match(name)
     if not found or len(shape) != 3:
         return {}
     at, module = found.groups()
     num_experts, rows, columns = shape
+    if num_experts == 0:
+        raise WeightsError(f"{name} has shape {shape}, 0 experts; a layer without experts has no such tensor")
     if module == "down_proj":
         return {f"{at}.{e}.down_proj.weight": (rows, columns) for e in range(num_experts)}
     if rows % 2:
@@ -167,6 +169,15 @@ def canonical_shapes(index: Mapping[str, Iterable[int]], config: Mapping[str, An
     return shapes
 
 
+def num_layers_of(config: Mapping[str, Any]) -> int:
+    """Main decoder layers. RecipeError where the config does not say a whole number of at least 1."""
+    found = text_config(config).get("num_hidden_layers")
+    if type(found) is not int or found < 1:
+        raise RecipeError(f"num_hidden_layers is {found!r} in the model's config; layer ranges need it")
+    return found
+
+
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's part of a config, which multimodal models keep under `text_config`."""
-    return config.get("text_config") or config
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) and inner else config

@@ -13,7 +13,7 @@ from typing import Any
 from onegrid.errors import RecipeError
 from onegrid.formats import QUANTIZERS
 from onegrid.recipe.exactness import notes_of, reasons_of
-from onegrid.recipe.kinds import GUARDED_KINDS, amax_group, canonical_shapes, fused_group, kind_of, text_config
+from onegrid.recipe.kinds import GUARDED_KINDS, amax_group, canonical_shapes, fused_group, kind_of, num_layers_of
 from onegrid.recipe.plan import Plan, TensorPlan
 from onegrid.recipe.recipe import Recipe
 from onegrid.recipe.rule import BACKWARDS, SAME, Rule, nearest, nearest_names
@@ -33,9 +33,7 @@ def resolve(
     that is only partly decided one way, an unknown quantizer, a guarded kind without opt-in, and a weight to quantize
     that is no matrix.
     """
-    num_layers = text_config(config).get("num_hidden_layers")
-    if not isinstance(num_layers, int) or num_layers < 1:
-        raise RecipeError(f"num_hidden_layers is {num_layers!r} in the model's config; layer ranges need it")
+    num_layers = num_layers_of(config)
     if backward is not None and backward not in BACKWARDS:
         raise RecipeError(f"backward {backward!r}{nearest(backward, BACKWARDS)} is not one of {', '.join(BACKWARDS)}")
     for rule in recipe.rules:

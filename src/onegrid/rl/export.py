@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onegrid.errors import CheckpointError, WeightsError
+from onegrid.model.shards import inside, read_object
 from onegrid.model.weights import save_weights
 
 SIDE_FILES = (
@@ -37,12 +37,12 @@ def export_weights(masters: Mapping[str, Tensor], source: Path, target: Path) ->
         raise WeightsError(f"{target} is a file; export into a new folder")
     if target.exists() and any(target.iterdir()):
         raise WeightsError(f"{target} is not empty; export into a new folder")
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = read_object(source / "config.json")
     try:
         target.mkdir(parents=True, exist_ok=True)
         for name in SIDE_FILES:
             if (source / name).exists():
-                shutil.copyfile(source / name, target / name)
+                shutil.copyfile(inside(source, name), target / name)
     except OSError as error:
         raise CheckpointError(f"cannot write {target}: {error}") from error
     save_weights({name: tensor.to(torch.bfloat16) for name, tensor in masters.items()}, config, target)

@@ -27,7 +27,9 @@ class ChatTemplate:
                 f"({error})"
             ) from error
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # the library raises of many kinds for a folder that it cannot use
             raise TaskError(f"cannot read the tokenizer of {folder}: {type(error).__name__}: {error}") from error
         if not self._tokenizer.chat_template:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from onegrid.learner.config import LearnerConfig
 from onegrid.learner.learner import Learner
 from onegrid.learner.lora import targeted
 from onegrid.model.live import LiveWeights
+from onegrid.model.shards import read_object
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.model.weights import load_weights, read_index
 from onegrid.ops.memory import keep_freed_memory
@@ -109,7 +109,7 @@ def design(config: RunConfig, base: Path) -> Design:
     sampling = config.sampling
     if not sampling.stop_token_ids:
         sampling = replace(sampling, stop_token_ids=stop_tokens(folder))
-    hf_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    hf_config = read_object(folder / "config.json")
     index = read_index(folder)
     plan = resolve(recipe_from_dict(config.recipe), hf_config, index)
     bf16 = resolve(preset("bf16"), hf_config, index)

@@ -72,9 +72,8 @@ def read_config(config: Mapping[str, Any], legacy: Mapping[str, Any] | None = No
     Returns None for a checkpoint that says nothing. Raises RecipeError, naming what it met, for a method or format that
     is not known here: nothing is guessed.
     """
-    found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    if not found and config.get("compression_config"):
-        found = config["compression_config"]
+    found = _object(config, "quantization_config") or _object(_object(config, "text_config"), "quantization_config")
+    found = found or _object(config, "compression_config")
     if not found and legacy:
         found = {"quant_method": "modelopt", **legacy}
     if not found:
@@ -86,6 +85,14 @@ def read_config(config: Mapping[str, Any], legacy: Mapping[str, Any] | None = No
     if method not in readers:
         raise RecipeError(f"quant_method {method!r} is not known; known: {', '.join([*readers, 'modelopt'])}")
     return readers[method](found)
+
+
+def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """What stands under a key; {} for nothing. RecipeError for anything but an object."""
+    found = config.get(key)
+    if found is not None and not isinstance(found, Mapping):
+        raise RecipeError(f"{key} is {str(found)[:80]!r}; it must be an object")
+    return found or {}
 
 
 def _scheme(method: str, token: str) -> Scheme:
@@ -106,15 +113,19 @@ def _excluded(config: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
     for key in keys:
         entries = config.get(key)
         if entries:
-            if not isinstance(entries, list) or not all(isinstance(e, str) for e in entries):
-                raise RecipeError(f"{key} is {entries!r}; it must be a list of names")
-            return tuple(entries)
+            return _names(key, entries)
     return ()
+
+
+def _names(key: str, entries: Any) -> tuple[str, ...]:
+    if not isinstance(entries, list) or not all(isinstance(e, str) for e in entries):
+        raise RecipeError(f"{key} is {str(entries)[:80]!r}; it must be a list of names")
+    return tuple(entries)
 
 
 def _fp8(config: Mapping[str, Any]) -> Foreign:
     block = config.get("weight_block_size")
-    if block is not None and list(block) != [128, 128]:
+    if block not in (None, [128, 128], (128, 128)):
         raise RecipeError(f"weight_block_size {block!r} is not known for 'fp8'; 128 x 128 is")
     scheme = _scheme("fp8", "tensor" if block is None else "block")
     group = _group(scheme, pow2=config.get("scale_fmt") == "ue8m0")
@@ -129,15 +140,15 @@ def _mxfp8(config: Mapping[str, Any]) -> Foreign:
 
 
 def _modelopt(config: Mapping[str, Any]) -> Foreign:
-    inner = config.get("quantization")
-    inner = inner if isinstance(inner, Mapping) else config
+    inner = _object(config, "quantization") or config
     algo = str(inner.get("quant_algo") or "").upper()
     if algo == "MIXED_PRECISION":
-        layers = inner.get("quantized_layers") or {}
-        groups = [_group(_scheme("modelopt", str(v["quant_algo"]).upper()), targets=(k,)) for k, v in layers.items()]
-        groups = _merged(groups)
+        layers = _object(inner, "quantized_layers")
+        algos = {name: str(_object(layers, name).get("quant_algo")).upper() for name in layers}
+        groups = _merged([_group(_scheme("modelopt", algo), targets=(name,)) for name, algo in algos.items()])
     else:
-        inputs = [g.get("input_activations") for g in (config.get("config_groups") or {}).values()]
+        declared = _object(config, "config_groups")
+        inputs = [_object(declared, name).get("input_activations") for name in declared]
         weight_only = algo == "NVFP4" and inputs and not any(inputs)
         groups = [_group(_scheme("modelopt", "W4A16_NVFP4" if weight_only else algo))]
     excluded = _excluded(inner, "ignore", "modules_to_not_convert", "exclude_modules")
@@ -155,12 +166,12 @@ def _merged(groups: list[Group]) -> list[Group]:
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Foreign:
     groups = []
-    for name, entry in (config.get("config_groups") or {}).items():
+    for name, entry in _object(config, "config_groups").items():
         if not isinstance(entry, Mapping) or not isinstance(entry.get("weights"), Mapping):
             raise RecipeError(f"compressed-tensors: group {name!r} has no weights; embeddings and caches are not known")
         scheme = _scheme("compressed-tensors", _ct_token(entry["weights"]))
-        inputs = entry.get("input_activations")
-        targets = tuple(entry.get("targets") or ())
+        inputs = _object(entry, "input_activations")
+        targets = _names("targets", entry.get("targets") or [])
         every = None if "Linear" in targets else targets
         group = _group(scheme, targets=every)
         groups.append(Group(every, scheme, group.weight, _ct_inputs(scheme, inputs)))
@@ -180,7 +191,7 @@ def _ct_token(weights: Mapping[str, Any]) -> str:
             return "mxfp4-pack-quantized"
         if (bits, strategy, size, uint8) == (8, "group", 32, True):
             return "mxfp8-quantized"
-        if bits == 8 and strategy == "block" and list(weights.get("block_structure") or ()) == [128, 128]:
+        if bits == 8 and strategy == "block" and weights.get("block_structure") in ([128, 128], (128, 128)):
             return "float-quantized/block"
         if bits == 8 and strategy in ("channel", "tensor"):
             return f"float-quantized/{strategy}"

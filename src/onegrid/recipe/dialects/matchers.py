@@ -19,6 +19,8 @@ from onegrid.recipe.dialects.modules import FUSED, Module
 
 Matcher = Callable[[Sequence[str], Module], bool]
 
+MOST_REPEATS = 4
+"""Of one expression; published lists have one or two."""
 _ALWAYS_PLAIN = ("vision_tower", "vision_model", "vit_large_projector")
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
@@ -140,10 +142,40 @@ def matched_from_start(expression: str, name: str) -> bool:
 
 @lru_cache(maxsize=65536)
 def _expression(text: str) -> re.Pattern[str]:
+    if _explodes(text):
+        raise RecipeError(
+            f"{text[:200]!r} can take forever to match a name, and so in every engine that reads it: it repeats what "
+            f"repeats or branches itself, or repeats more than {MOST_REPEATS} times; write it with fewer"
+        )
     try:
         return re.compile(text)
-    except re.error as error:
-        raise RecipeError(f"{text!r} is no regular expression ({error}); the engine that reads it fails") from error
+    except (re.error, RecursionError, OverflowError) as error:
+        raise RecipeError(
+            f"{text[:200]!r} is no regular expression ({error}); the engine that reads it fails"
+        ) from error
+
+
+def _explodes(text: str) -> bool:
+    """Whether matching may go back over a name more than its length to the power of MOST_REPEATS.
+
+    An expression comes from a checkpoint, which need not mean well: `(a|a)*b` tries 2^n ways, `.*.*.*.*.*.*x` n^6.
+    """
+    plain = re.sub(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*\]", "x", text)  # neither escapes nor sets hold an operator
+    repeats, groups = 0, [False]
+    for i, character in enumerate(plain):
+        if character == "(":
+            groups.append(False)
+        elif character == ")" and len(groups) > 1:
+            wide = groups.pop()
+            groups[-1] |= wide
+            if wide and plain[i + 1 : i + 2] in ("*", "+", "{"):
+                return True
+        elif character in "*+{":
+            repeats += 1
+            groups[-1] = True
+        elif character == "|" or (character == "?" and plain[i - 1 : i] not in ("(", "*", "+", "}")):
+            groups[-1] = True
+    return repeats > MOST_REPEATS
 
 
 def _all_or_none(module: Module, found: list[bool]) -> bool:
