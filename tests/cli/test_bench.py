@@ -24,6 +24,18 @@ def test_every_part_gives_rows_and_log_probs_are_equal(tmp_path):
     assert {row["name"].split()[0] for row in rows} >= {"decode", "learner", "sync"}
 
 
+def test_samplers_that_keep_less_are_compared_with_one_that_keeps_more(tmp_path):
+    output = tmp_path / "rows.json"
+    arms = ["--presets", "mxfp8", "--weights", "decoded,codes", "--json", str(output)]
+    result = CliRunner().invoke(app, ["bench", "sampler", *SMALL, *arms])
+    assert result.exit_code == 0, result.output
+    decoded, codes = json.loads(output.read_text())
+    assert decoded["name"].endswith("weights decoded") and codes["name"].endswith("weights codes")
+    assert codes["other"] == decoded["ours"] and codes["why"] == "the same bytes"
+    assert codes["weight_bytes"] < decoded["weight_bytes"] / 3  # FP32 operands are gone
+    assert codes["peak_bytes"] is None  # a CPU does not say
+
+
 def test_the_committed_rows_say_why_a_target_is_not_met():
     from pathlib import Path
 
@@ -43,6 +55,7 @@ def test_the_committed_rows_say_why_a_target_is_not_met():
         (["ops", "--presets", "bf16,mxfp9"], "mxfp9"),
         (["ops", "--batches", "2,a"], "--batches is 'a'"),
         (["ops", "--prompt", "-1"], "--prompt is -1"),
+        (["sampler", "--weights", "codes,packed"], "weights is 'packed'; allowed are auto, decoded, codes"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments, said):

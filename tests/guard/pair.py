@@ -11,8 +11,8 @@ from onegrid.study.pairing import make_bench
 class Pair:
     """A bench under a guard."""
 
-    def __init__(self, model: str = "moe", preset: str = "mxfp8", **config: object) -> None:
-        self.bench: Bench = make_bench(model, preset)
+    def __init__(self, model: str = "moe", preset: str = "mxfp8", weights: str = "auto", **config: object) -> None:
+        self.bench: Bench = make_bench(model, preset, weights=weights)
         self.learner, self.sampler = self.bench.learner, self.bench.sampler
         self.guard: Guard = guard_of(GuardConfig(**config), self.learner, self.sampler)  # type: ignore[arg-type]
 

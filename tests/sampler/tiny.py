@@ -62,14 +62,16 @@ def snapshot_of(spec: ModelSpec, plan: Plan, seed: int, *, version: int, scale: 
     )
 
 
-def loaded(snapshot: Snapshot, spec: ModelSpec, plan: Plan, device: torch.device | str = "cpu") -> LiveWeights:
+def loaded(
+    snapshot: Snapshot, spec: ModelSpec, plan: Plan, device: torch.device | str = "cpu", *, weights: str = "auto"
+) -> LiveWeights:
     """Weights that hold a snapshot without any synchronization."""
-    weights = LiveWeights(spec, plan, side="sampler", device=device)
+    live = LiveWeights(spec, plan, side="sampler", device=device, weights=weights)
     for name, tensor in snapshot.tensors.items():
-        for part, live in weights.parts(name).items():
-            live.copy_(parts_of(tensor)[part])
-    weights.derive()
-    return weights
+        for part, held in live.parts(name).items():
+            held.copy_(parts_of(tensor)[part])
+    live.derive()
+    return live
 
 
 def engine_of(
@@ -77,8 +79,9 @@ def engine_of(
 ) -> Engine:
     """An engine that serves version 0 of random weights."""
     spec, plan = plan_of(model, preset)
-    weights = loaded(snapshot_of(spec, plan, seed, version=0), spec, plan, device)
-    return Engine(weights, SamplerConfig(**{"max_slots": 24, "max_len": 64, **config}), version=0)  # type: ignore[arg-type]
+    settings = SamplerConfig(**{"max_slots": 24, "max_len": 64, **config})  # type: ignore[arg-type]
+    live = loaded(snapshot_of(spec, plan, seed, version=0), spec, plan, device, weights=settings.weights)
+    return Engine(live, settings, version=0)
 
 
 def requests_of(count: int, *, samples: int = 3, seed: int = 7, vocab: int = 40, **sampling: object) -> list[Request]:

@@ -66,10 +66,11 @@ def test_log_probs_at_real_widths_are_the_same_bits(shape, preset, capture, gpu)
 def test_packed_weights_are_taken_somewhere_and_change_no_bit_of_a_prompt(preset, gpu):
     prompts = [tuple(range(3, 15)), tuple(range(40))]
     answers = []
-    for weights in ("auto", "decoded"):
+    for weights in ("auto", "decoded", "codes"):
         learner, engine = pair("qwen3-8b", preset, 1, gpu, weights=weights)
         push(Snapshot(version=0, plan_digest=learner.plan.digest, tensors=learner.canonical()), engine)
         answers.append(engine.probe(prompts))
-        if weights == "auto":
+        if weights != "decoded":
             assert all(choice.same_bytes for choice in engine.weights.packed.choices)
     assert_same_bytes(answers[0], answers[1])
+    assert_same_bytes(answers[2], answers[1])

@@ -140,6 +140,7 @@ def evaluate(
 @click.option("--new", default=32, show_default=True, help="New tokens.")
 @click.option("--tokens", default=1024, show_default=True, help="Tokens of a learner's micro-batch.")
 @click.option("--layers", type=int, help="Fewer layers than the model has.")
+@click.option("--weights", default="auto", show_default=True, help="Of the sampler, such as auto,decoded,codes.")
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Also write rows to this file.")
 def bench(
     parts: tuple[str, ...],
@@ -151,6 +152,7 @@ def bench(
     new: int,
     tokens: int,
     layers: int | None,
+    weights: str,
     output: Path | None,
 ) -> None:
     """Measure speed on this machine: ratios of two things in one run. All parts, if none is named.
@@ -170,6 +172,7 @@ def bench(
         new=new,
         tokens=tokens,
         layers=layers,
+        weights=weights,
         output=output,
     )
 

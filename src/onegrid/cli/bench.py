@@ -15,7 +15,8 @@ from rich.table import Table
 from onegrid.errors import ConfigError
 from onegrid.ops.pins import pin
 from onegrid.recipe import preset
-from onegrid.study import bench, bench_linears
+from onegrid.sampler.engine import SamplerConfig
+from onegrid.study import bench, bench_linears, bench_sampler
 from onegrid.study.bench import Row
 from onegrid.study.parts import find_device
 
@@ -33,6 +34,7 @@ def run(
     new: int,
     tokens: int,
     layers: int | None,
+    weights: str,
     output: Path | None,
 ) -> None:
     """Measures `parts` one after another and prints a row as soon as it is known.
@@ -53,6 +55,9 @@ def run(
         if not str(size).isdigit() or int(str(size)) < 1:
             raise ConfigError(f"{what} is {size!r}; it must be a number of at least 1")
     sizes = [int(count) for count in counts]
+    arms = tuple(weights.split(","))
+    for arm in arms:
+        SamplerConfig(weights=arm)  # for its error
     pin(device)
     where = torch.device(device)
     cpu = f"CPU, {torch.backends.cpu.get_cpu_capability()}"
@@ -63,7 +68,7 @@ def run(
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
     table = Table(title=about["device"], title_justify="left")
-    for column in ("what", "ours", "unit", "other", "other is", "ratio", "target", "met"):
+    for column in ("what", "ours", "unit", "other", "other is", "ratio", "target", "met", "weights, peak GiB"):
         table.add_column(column)
     rows: list[Row] = []
     console = Console(highlight=False)
@@ -71,7 +76,9 @@ def run(
         if part == "ops":
             found = bench.bench_ops(where)
         elif part == "sampler":
-            found = bench.bench_sampler(shape, names, sizes, where, prompt=prompt, new=new, layers=layers)
+            found = bench_sampler.bench_sampler(
+                shape, names, sizes, where, prompt=prompt, new=new, layers=layers, weights=arms
+            )
         elif part == "learner":
             found = bench.bench_learner(shape, names, where, tokens=tokens, layers=layers)
         elif part == "linears":
@@ -94,7 +101,8 @@ def _cells(row: Row) -> tuple[str, ...]:
     other = "" if row.other is None else f"{row.other:.4g}"
     ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
     met = "" if row.met is None else "yes" if row.met else "no"
-    return row.name, f"{row.ours:.4g}", row.unit, other, row.what, ratio, row.target, met
+    memory = ", ".join(f"{x / 2**30:.3g}" for x in (row.weight_bytes, row.peak_bytes) if x is not None)
+    return row.name, f"{row.ours:.4g}", row.unit, other, row.what, ratio, row.target, met, memory
 
 
 def _save(output: Path, rows: list[Row], about: dict[str, str]) -> None:

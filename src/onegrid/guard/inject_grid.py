@@ -76,10 +76,19 @@ def regrid(
 
         def tensor(original: Callable[[str], Tensor], name: str) -> Tensor:
             alien = held.get(name)
-            vector = isinstance(alien, Tensor) and alien.dim() < 2 and bench.armed  # these are read as they are
-            return alien if vector else original(name)  # type: ignore[return-value]
+            if alien is None or not bench.armed:
+                return original(name)
+            if isinstance(alien, Tensor) and alien.dim() < 2:  # these are read as they are
+                return alien
+            return original(name) if weights.keeps_operands else weights.read(name).values
+
+        def derive(original: Callable[..., None], *arguments: Any) -> None:
+            original(*arguments)
+            for key in keys:  # of a sampler that keeps no operands, nobody asks before the first token
+                weights._derived(key)
 
         wrap(weights, "_derived", derived)
+        wrap(weights, "derive", derive)
         wrap(weights, "tensor", tensor)
         wrap(weights, "canonical", canonical)
         wrap(bench.intake, "canonical_digests", digests)

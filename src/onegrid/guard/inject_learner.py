@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from onegrid.guard.inject_state import copies, tensors
-from onegrid.guard.injection import Bench, wrap
+from onegrid.guard.injection import Bench, needs_operands, wrap
 from onegrid.model.canonical import parts_of, raw_bytes
 from onegrid.model.stacks import is_stack
 from onegrid.ops.operand import Operand
@@ -110,6 +110,7 @@ def adapters_not_merged(bench: Bench) -> None:
 
 def both_sides_forget(bench: Bench) -> None:
     """Neither side derives the operand of one linear again, so both hold the same one, of the version before."""
+    needs_operands(bench)
     key = [key for key in bench.learner.keys if key.endswith("o_proj.weight")][-1]
 
     def derive(original: Callable[..., None], keys: Any = None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegrid.guard.injection import Bench, after_derive, exchange, moved, wrap
+from onegrid.guard.injection import Bench, after_derive, exchange, moved, needs_operands, wrap
 from onegrid.model.decoder import head_name
 from onegrid.model.stacks import is_stack, stack_key
 from onegrid.ops.operand import Operand
@@ -20,6 +20,8 @@ def not_derived(keys_of: Callable[[Bench], list[str]]) -> Callable[[Bench], None
     """Operands of some layers stay those of the version before."""
 
     def inject(bench: Bench) -> None:
+        needs_operands(bench)
+
         def derive(original: Callable[..., None], *arguments: Any) -> None:
             keys = keys_of(bench) if bench.armed else []
             before = {key: copies(bench.weights.operands[key]) for key in keys}
@@ -48,6 +50,7 @@ def expert_keys(bench: Bench) -> list[str]:
 
 def layout_swapped(bench: Bench) -> None:
     """The kernel's layout has gate and up in each other's place; codes and scales are right."""
+    needs_operands(bench)
 
     def act() -> None:
         gates = [key for key in expert_keys(bench) if key.endswith("gate_proj.weight")]
@@ -63,6 +66,7 @@ def layout_swapped(bench: Bench) -> None:
 
 def operand_permuted(bench: Bench) -> None:
     """Rows of one kernel's operand in another order; shape and dtype are kept."""
+    needs_operands(bench)
 
     def act() -> None:
         key = expert_keys(bench)[-1]
@@ -177,21 +181,25 @@ def shared_kernel_wrong(bench: Bench) -> None:
 
 
 def graph_with_old_addresses(one_only: bool) -> Callable[[Bench], None]:
-    """An update puts operands into new storage, and what serves was captured with the old.
+    """An update puts what kernels read into new storage, and what serves was captured with the old.
 
     one_only  only one layer's update went astray
     """
 
     def inject(bench: Bench) -> None:
-        graph: dict[str, Operand] = {}
+        graph: dict[str, Any] = {}
+        store = "operands" if bench.weights.keeps_operands else "held"
 
         def derive(original: Callable[..., None], *arguments: Any) -> None:
             weights = bench.weights
             if bench.armed and not graph:
-                graph.update(weights.operands)
+                graph.update(getattr(weights, store))
                 keys = moved_key(bench) if one_only else list(graph)
                 bench.touch([name for key in keys for name in weights.keys[key]])
                 for key in keys:
+                    if store == "held":
+                        _move_codes(bench, key)
+                        continue
                     old = weights.operands[key]
                     weights.operands[key] = Operand(
                         old.values.clone(), old.kind, *(_clone(x) for x in (old.row, old.block))
@@ -205,7 +213,7 @@ def graph_with_old_addresses(one_only: bool) -> Callable[[Bench], None]:
             if not graph or not bench.armed:
                 return cache, model
             captured = copy.copy(model.weights)
-            captured.operands = graph
+            setattr(captured, store, graph)
             return cache, dataclasses.replace(model, weights=captured)
 
         wrap(bench.weights, "derive", derive)
@@ -238,6 +246,16 @@ def tensors(o: Operand) -> list[Tensor]:
 def copies(o: Operand) -> list[Tensor]:
     """Copies of it."""
     return [x.clone() for x in tensors(o)]
+
+
+def _move_codes(bench: Bench, key: str) -> None:
+    """The new version of a key's codes in new storage; the old storage gets the bytes of the version before back."""
+    weights = bench.weights
+    before = {name: weights.parts(name) for name in weights.keys[key]}
+    weights.held[key] = copy.deepcopy(weights.held[key])
+    for name, parts in before.items():
+        for part, x in parts.items():
+            x.copy_(bench.intake.old(name)[part])
 
 
 def _clone(x: Tensor | None) -> Tensor | None:

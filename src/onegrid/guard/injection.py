@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from onegrid.errors import CapabilityError
 from onegrid.learner.learner import Learner
 from onegrid.model.canonical import raw_bytes
 from onegrid.model.live import LiveWeights
@@ -52,6 +53,15 @@ class Bench:
         """Notes that these tensors were changed."""
         self.touched.update(names)
         self.happened += 1
+
+
+def needs_operands(bench: Bench) -> None:
+    """CapabilityError where the sampler derives nothing that is kept: such a fault then has no place to act."""
+    if not bench.weights.keeps_operands:
+        raise CapabilityError(
+            'no place for this fault: with sampler.weights = "codes" no operand is kept that could differ from its '
+            "codes; faults of codes and scales act there too"
+        )
 
 
 def wrap(thing: Any, method: str, around: Callable[..., Any]) -> None:

@@ -1,8 +1,9 @@
 """Storage check (C4, C3, C1): what would make the next token reads what the other checks are about.
 
-Digests are taken of the storage that was loaded. Here it is asked whether a call reads that storage and no other, under
-the learner's own position tables, head and cache format: state that belongs to no tensor of the plan. It costs next to
-nothing, sees only what it knows to look for, and says which; the probe sees the rest, without a name.
+Digests are taken of the storage that was loaded. Here it is asked whether a call reads that storage (operands, and
+codes and scales where kernels read these) and no other, under the learner's own position tables, head and cache format:
+state that belongs to no tensor of the plan. It costs next to nothing, sees only what it knows to look for, and says
+which; the probe sees the rest, without a name.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _compare(learner: Learner, serving: Serving) -> Verdict:
             CONDITION,
             tensors=names,
             expected="calls that read the storage that was updated and proved",
-            found=f"other storage for {len(moved)} of {len(serving.proved)} operands: {shorten(names)}",
+            found=f"other storage for {len(moved)} of {len(serving.proved)} weights: {shorten(names)}",
             cause=OLD_ADDRESSES,
         )
     wanted = learner.plan.kv_cache

@@ -1,7 +1,8 @@
 """Weights of one version as a side holds them: canonical codes and scales, and what matmuls read, derived from them.
 
 Storage is allocated once and written in place, so that addresses survive every update. The derived operands are never
-written by anything but `derive`, and `verify` proves that they still follow from the canonical bytes.
+written by anything but `derive`, and `verify` proves that they still follow from the canonical bytes. With "codes"
+there are none: a matmul reads the codes, or values that are derived for it alone.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from onegrid.model.stacks import is_stack, stack_key, stacks
 from onegrid.ops.grouped import Dispatch, grouped_matmul, take
 from onegrid.ops.linear import matmul
 from onegrid.ops.native import BLOCK, joined_rows, kind_of, native_operand, native_operand_of, refusal
-from onegrid.ops.operand import Operand, operand, operand_of
+from onegrid.ops.operand import Operand, operand, operand_of, row_of
 from onegrid.ops.packed_cuda import packed_matmul
-from onegrid.ops.pins import TILE, pin
+from onegrid.ops.pins import TILE, pin, round_up
 from onegrid.ops.producers import fuses
 from onegrid.ops.table import kernels_for
 from onegrid.recipe import Plan
@@ -34,8 +35,9 @@ class LiveWeights:
 
     side     "learner" or "sampler": whose quantizers of the plan to use
     kernels  see `ops.table.kernels_for`; the other side must have the same
-    weights  "auto": matmuls of few rows read packed weights where `model.packed` finds that better; or "decoded".
-             "codes" keeps no operands: `read` derives one from its codes at each use, with the same bytes
+    weights  "decoded" keeps an operand of every weight. "auto" too, and matmuls of few rows read packed weights where
+             `model.packed` finds that better. "codes" keeps none: on a sampler's GPU matmuls of few rows read packed
+             weights wherever a kernel has the same bytes, all others what `read` derives for them
     Starts as zeros; nothing may be computed before the first `derive`.
     """
 
@@ -73,9 +75,17 @@ class LiveWeights:
             quantizer = self._quantizer(key, "weight")
             self._refuse_unreadable(key, quantizer)
             self.held[key] = self._allocate(shape, quantizer)
+        self.groups = joinable(spec)
         self.packed: PackedWeights | None = None
-        if side == "sampler" and weights == "auto" and self.device.type == "cuda":
-            self.packed = PackedWeights(self.held, joinable(spec), self.activation, self.device)
+        if side == "sampler" and weights != "decoded" and self.device.type == "cuda":
+            self.packed = PackedWeights(
+                self.held, self.groups, self.activation, self.device, decoded=self.keeps_operands
+            )
+
+    @property
+    def keeps_operands(self) -> bool:
+        """Whether there is derived state at all."""
+        return self.weights != "codes"
 
     def _quantizer(self, key: str, role: str):
         """The quantizer of a key; the plan has checked that all tensors of a stack agree."""
@@ -157,9 +167,9 @@ class LiveWeights:
 
     def derive(self, keys: Iterable[str] | None = None) -> None:
         """Computes the operands of `keys` (None for all) from the canonical storage, into the same addresses."""
-        if self.weights == "codes":
+        if not self.keeps_operands:
             self.saved_bytes = self.saved_bytes or sum(map(self._derived_bytes, self.keys))
-            return
+            keys = ()
         for key in self.keys if keys is None else keys:
             new = self._derived(key)
             if new is None:
@@ -170,7 +180,7 @@ class LiveWeights:
             else:
                 for have, want in zip(_tensors(old), _tensors(new), strict=True):
                     have.copy_(want)
-        if self.device.type == "cuda" and not self.joined:
+        if self.device.type == "cuda" and self.operands and not self.joined:
             self._join()
         if self.packed is not None:
             self.packed.check()
@@ -180,7 +190,7 @@ class LiveWeights:
 
         A column's sum does not know its neighbours, so the bytes stay. Members become views of the joined storage.
         """
-        for keys in joinable(self.spec):
+        for keys in self.groups:
             parts = [self.operands[key] for key in keys if key in self.operands]
             if len(parts) < len(keys) or len({(p.kind, p.row is None, p.block is None) for p in parts}) > 1:
                 continue
@@ -202,7 +212,7 @@ class LiveWeights:
 
     def read(self, key: str) -> Operand:
         """What a matmul reads of `key`: the operand that is kept, or one derived from the codes now."""
-        if self.weights != "codes":
+        if self.keeps_operands:
             return self.operands[key]
         new = self._derived(key)
         assert new is not None
@@ -226,7 +236,7 @@ class LiveWeights:
         """
         wrong: list[str] = []
         for key in self.keys if keys is None else keys:
-            new = None if self.weights == "codes" else self._derived(key)
+            new = self._derived(key) if self.keeps_operands else None
             if new is None:
                 continue
             pairs = list(zip(_tensors(self.operands[key]), _tensors(new), strict=True))
@@ -245,9 +255,9 @@ class LiveWeights:
             )
 
     def tensor(self, name: str) -> Tensor:
-        """An unquantized tensor for the decoder: the operand's values where it has one, else BF16."""
+        """An unquantized tensor for the decoder: the operand's values where one is kept, else BF16."""
         held = self.held[name]
-        if isinstance(held, Tensor) and held.dim() < 2:
+        if isinstance(held, Tensor) and (held.dim() < 2 or not self.keeps_operands):
             return held
         return self.read(name).values
 
@@ -272,14 +282,26 @@ class LiveWeights:
         a = x if isinstance(x, Operand) else self.input_operand(keys[0], x, None if sent else dispatch)
         if dispatch is not None:
             return [grouped_matmul(a, self.read(key), dispatch) for key in keys]
-        if keys in self.joined:
-            out = self._product(keys, a, self.joined[keys], self._joined_bias(keys))
-            return list(out.split([len(self.operands[key].values) for key in keys], dim=-1))
-        return [self._product((key,), a, self.read(key), self.bias(key)) for key in keys]
+        if len(keys) > 1 and self._as_one(keys, len(a.values)):
+            return list(self._product(keys, a).split([self.held[key].shape[0] for key in keys], dim=-1))
+        return [self._product((key,), a) for key in keys]
 
-    def _product(self, keys: tuple[str, ...], a: Operand, whole: Operand, bias_N: Tensor | None) -> Tensor:
+    def _as_one(self, keys: tuple[str, ...], num_rows: int) -> bool:
+        """Whether one matmul reads all of `keys`."""
+        return keys in self.joined or (self.packed is not None and self.packed.of(keys, num_rows) is not None)
+
+    def _product(self, keys: tuple[str, ...], a: Operand) -> Tensor:
+        """One matmul: of packed weights, of what is kept, or of what is derived now and dropped."""
+        whole = self.joined.get(keys) or self.operands.get(keys[0])
         packed = None if self.packed is None else self.packed.of(keys, len(a.values))
-        return matmul(a, whole, bias_N=bias_N) if packed is None else packed_matmul(a, packed, whole.row)
+        if packed is not None:
+            return packed_matmul(a, packed, self._rows_of(keys) if whole is None else whole.row)
+        return matmul(a, whole or self.read(keys[0]), bias_N=self._bias_of(keys))
+
+    def _rows_of(self, keys: tuple[str, ...]) -> Tensor | None:
+        """FP32 [N]: factors per row of the weights below each other, from where the format has them; None without."""
+        rows = [row for key in keys if isinstance(q := self.held[key], QuantTensor) and (row := row_of(q)) is not None]
+        return torch.cat(rows) if rows else None
 
     def fuses(self, key: str, width: int) -> Quantizer | None:
         """See `model.decoder.Weights`."""
@@ -291,14 +313,15 @@ class LiveWeights:
     def multiply(self, key: str, x: Tensor) -> Tensor:
         """What the live kernel of one linear makes of x BF16 [..., M, K], its neighbours in one matmul included."""
         if is_stack(key):
-            return matmul(self.input_operand(key, x, None), self.operands[key])
-        keys = next((keys for keys in self.joined if key in keys), (key,))
+            return matmul(self.input_operand(key, x, None), self.read(key))
+        rows = round_up(len(x), TILE)
+        keys = next((keys for keys in self.groups if key in keys and self._as_one(keys, rows)), (key,))
         return self.linear(keys, x)[keys.index(key)]
 
-    def _joined_bias(self, keys: tuple[str, ...]) -> Tensor | None:
+    def _bias_of(self, keys: tuple[str, ...]) -> Tensor | None:
         biases = [b for key in keys if (b := self.bias(key)) is not None]
         assert len(biases) in (0, len(keys))
-        return torch.cat(biases) if biases else None
+        return torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
 
     def bias(self, key: str) -> Tensor | None:
         """The bias of a linear, or None."""
@@ -306,10 +329,12 @@ class LiveWeights:
         assert held is None or isinstance(held, Tensor)
         return held
 
-    def num_bytes(self) -> dict[str, int]:
-        """Bytes of canonical storage and of derived operands."""
-        held = sum(t.nbytes for held in self.held.values() for t in parts_of(held).values())
-        return {"canonical": held, "derived": sum(t.nbytes for o in self.operands.values() for t in _tensors(o))}
+    def num_bytes(self, *, quantized: bool = False) -> dict[str, int]:
+        """Bytes of canonical storage and of derived operands; of quantized tensors alone, if asked for."""
+        keys = [key for key, held in self.held.items() if isinstance(held, QuantTensor) or not quantized]
+        held = sum(t.nbytes for key in keys for t in parts_of(self.held[key]).values())
+        kept = [self.operands[key] for key in keys if key in self.operands]
+        return {"canonical": held, "derived": sum(t.nbytes for o in kept for t in _tensors(o))}
 
 
 def spans_rows(quantizer: Quantizer | None) -> bool:

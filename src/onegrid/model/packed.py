@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from onegrid.formats import Quantizer, QuantTensor
 from onegrid.model.canonical import Canonical
@@ -22,6 +23,7 @@ class PackedWeights:
     held        canonical storage by key; members of a group are moved to lie one below the other
     groups      keys that read the same activations
     activation  quantizer of every key's activations
+    decoded     whether decoded weights are at hand; else packed ones are read wherever they have the same bytes
     choices     what was measured, for the record of a run
     """
 
@@ -31,10 +33,13 @@ class PackedWeights:
         groups: Iterable[tuple[str, ...]],
         activation: Mapping[str, Quantizer | None],
         device: torch.device,
+        *,
+        decoded: bool = True,
     ) -> None:
         self.choices: list[Choice] = []
         self._packed: dict[tuple[str, ...], Packed] = {}
         self._rows: dict[tuple[str, ...], frozenset[int]] = {}
+        self._parts: dict[str, dict[str, Tensor]] = {}
         together = [keys for keys in groups if all(key in held for key in keys)]
         alone = [(key,) for key in held if not any(key in keys for keys in together)]
         for keys in [*together, *alone]:
@@ -43,16 +48,25 @@ class PackedWeights:
                 continue
             first, wanted = held[keys[0]], activation[keys[0]]
             assert isinstance(first, QuantTensor) and wanted is not None
-            found = choose(shape, first.quantizer.name, wanted.name, device)
+            found = choose(shape, first.quantizer.name, wanted.name, device, decoded=decoded)
             self.choices += [choice for choice in found if choice not in self.choices]
             rows = packed_rows(found)
             if rows:
                 self._rows[keys] = rows
-                self._packed[keys] = _together(held, keys, shape)
+                packed = self._packed[keys] = _together(held, keys, shape)
+                start = 0
+                for key in keys:
+                    end = start + held[key].shape[0]
+                    self._parts[key] = {"codes": packed.codes[start:end], "scales": packed.scales[start:end]}
+                    start = end
 
     def of(self, keys: tuple[str, ...], num_rows: int) -> Packed | None:
         """The packed weight of one matmul over `num_rows` rows, or None where decoded weights are to be read."""
         return self._packed[keys] if num_rows in self._rows.get(keys, ()) else None
+
+    def parts(self, key: str) -> dict[str, Tensor]:
+        """Codes and scales of one key in the storage that the kernels read; nothing where they read none."""
+        return self._parts.get(key, {})
 
     def check(self) -> None:
         """CapabilityError where a weight holds what the kernels do not decode; to be called after every update."""

@@ -6,6 +6,7 @@ and meets the sum in the epilogue of `linear.matmul`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,7 +67,7 @@ def operand(x: Tensor, quantizer: Quantizer | None, *, axis: int = -1, amax: Ten
             values, found = _decoded_on_gpu(x.detach(), quantizer, axis)
         else:
             values, found = _decoded(x, quantizer, axis, amax)
-        row = None if quantizer.matmul == "decoded" else _per_row(found, x, axis)
+        row = None if quantizer.matmul == "decoded" else _per_row(found, x.shape, axis)
         return Operand(values if axis == -1 else values.mT, quantizer.matmul, row)
     return operand_of(quantize(x, quantizer, axis=axis, amax=amax))
 
@@ -92,16 +93,9 @@ def _decoded_on_gpu(x: Tensor, quantizer: Quantizer, axis: int) -> tuple[Tensor,
 
 def operand_of(q: QuantTensor) -> Operand:
     """The operand that published codes and scales stand for: the same bytes as `operand` of the numbers behind them."""
-    quantizer, axis = q.quantizer, q.axis
-    dtype = compute_dtype(q.codes.device)
-    kind = quantizer.matmul
-    if kind in ("decoded", "nvfp4"):
-        values = decode(q).to(dtype)
-        row = None if kind == "decoded" else _per_row(q.amax, values, axis)
-        return Operand(values if axis == -1 else values.mT, kind, row)
-    values = elements(q).to(dtype)
-    if kind == "scaled":
-        row = _per_row(q.scales.squeeze(axis) if q.scales.dim() == values.dim() else q.scales, values, axis)
+    quantizer, axis, kind = q.quantizer, q.axis, q.quantizer.matmul
+    values, row = _values_of(q), row_of(q)
+    if kind != "block_fp32":
         return Operand(values if axis == -1 else values.mT, kind, row)
     num_rows = values.shape[-2 if axis == -1 else -1]
     scales = q.scales if axis == -1 else q.scales.mT
@@ -109,13 +103,34 @@ def operand_of(q: QuantTensor) -> Operand:
     return Operand(values if axis == -1 else values.mT, "block", None, block)
 
 
-def _per_row(factor: Tensor | None, x: Tensor, axis: int) -> Tensor:
-    """A factor per tensor, per stacked tensor or per row, widened to one per row of the operand."""
+def row_of(q: QuantTensor) -> Tensor | None:
+    """FP32 [..., M]: `row` of `operand_of(q)`, without the values; None where the kind has none. May be a broadcast."""
+    if q.quantizer.matmul == "nvfp4":
+        return _per_row(q.amax, q.shape, q.axis)
+    if q.quantizer.matmul == "scaled":
+        factor = q.scales.squeeze(q.axis) if q.scales.dim() == len(q.shape) else q.scales
+        return _per_row(factor, q.shape, q.axis)
+    return None
+
+
+def _values_of(q: QuantTensor) -> Tensor:
+    """What a matmul multiplies, in the logical shape and the compute dtype, by the kernel where it covers the case."""
+    if q.codes.is_cuda and has_triton():
+        from onegrid.ops import decode_triton
+
+        if decode_triton.covers(q):
+            return decode_triton.values(q)
+    inside = q.quantizer.matmul in ("decoded", "nvfp4")
+    return (decode(q) if inside else elements(q)).to(compute_dtype(q.codes.device))
+
+
+def _per_row(factor: Tensor | None, shape: Sequence[int], axis: int) -> Tensor:
+    """A factor per tensor, per stacked tensor or per row, widened to one per row of the operand of `shape`."""
     assert factor is not None
-    num_rows = x.shape[-2 if axis == -1 else -1]
-    if factor.dim() == x.dim() - 1 and factor.shape[-1] == num_rows and factor.shape[:-1] == x.shape[:-2]:
+    num_rows = shape[-2 if axis == -1 else -1]
+    if factor.dim() == len(shape) - 1 and factor.shape[-1] == num_rows and factor.shape[:-1] == tuple(shape[:-2]):
         return factor
-    return factor.reshape(*x.shape[:-2], 1).expand(*x.shape[:-2], num_rows)
+    return factor.reshape(*shape[:-2], 1).expand(*shape[:-2], num_rows)
 
 
 def dequantized(o: Operand) -> Tensor:

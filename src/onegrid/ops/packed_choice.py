@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
@@ -35,15 +35,21 @@ class Choice:
     weight: str
     rows: int
     decoded_us: float
+    """Of the matmul on decoded weights, and of decoding them where they are not kept."""
     packed_us: float
     same_bytes: bool
     chosen: bool
-    """Packed: its bytes are those of the decoded matmul, and it is faster."""
+    """Packed: its bytes are those of the decoded matmul, and it is faster or decoded weights are not kept."""
 
 
 @lru_cache(maxsize=256)
-def choose(shape: tuple[int, int], weight: str, activation: str, device: torch.device) -> tuple[Choice, ...]:
-    """Measures random weights of `shape` at every batch of ROWS. Quantizers by name."""
+def choose(
+    shape: tuple[int, int], weight: str, activation: str, device: torch.device, *, decoded: bool = True
+) -> tuple[Choice, ...]:
+    """Measures random weights of `shape` at every batch of ROWS. Quantizers by name.
+
+    decoded  whether decoded weights are kept, or each matmul without packed ones would decode its own
+    """
     pin(device)
     generator = torch.Generator(device=device).manual_seed(0)
 
@@ -51,24 +57,27 @@ def choose(shape: tuple[int, int], weight: str, activation: str, device: torch.d
         return (torch.randn(size, generator=generator, device=device) * scale).to(torch.bfloat16)
 
     q = quantize(draw(*shape, scale=0.02), QUANTIZERS[weight])
-    decoded = operand_of(q)
-    row = None if decoded.row is None else decoded.row.contiguous()
-    decoded = Operand(decoded.values, decoded.kind, row)
+    whole = operand_of(q)
+    row = None if whole.row is None else whole.row.contiguous()
+    whole = Operand(whole.values, whole.kind, row)
     copies = [
         Packed(q.codes.clone(), q.scales.clone(), q.quantizer, shape)
         for _ in range(-(-BEYOND_CACHE // (q.codes.nbytes + q.scales.nbytes)))
     ]
-    others = [
-        Operand(decoded.values.clone(), decoded.kind, row) for _ in range(-(-BEYOND_CACHE // decoded.values.nbytes))
+    others: list[Callable[[], Operand]] = [
+        partial(operand_of, replace(q, codes=packed.codes, scales=packed.scales)) for packed in copies
     ]
+    if decoded:
+        each = [Operand(whole.values.clone(), whole.kind, row) for _ in range(-(-BEYOND_CACHE // whole.values.nbytes))]
+        others = [partial(_itself, other) for other in each]
     found = []
     for rows in ROWS:
         a = operand(draw(rows, shape[1]), QUANTIZERS[activation])
-        want, have = matmul(a, decoded), packed_matmul(a, copies[0], row)
+        want, have = matmul(a, whole), packed_matmul(a, copies[0], row)
         same = torch.equal(want.view(torch.int16), have.view(torch.int16))
-        slow = _microseconds([partial(matmul, a, other) for other in others])
+        slow = _microseconds([partial(_read_and_multiply, a, other) for other in others])
         fast = _microseconds([partial(packed_matmul, a, packed, row) for packed in copies])
-        found.append(Choice(shape, weight, rows, slow, fast, same, same and fast < slow))
+        found.append(Choice(shape, weight, rows, slow, fast, same, same and (fast < slow or not decoded)))
     return tuple(found)
 
 
@@ -80,6 +89,14 @@ def packed_rows(choices: tuple[Choice, ...]) -> frozenset[int]:
         for rows in range(16, MOST_ROWS + 1, 16)
         if all(good[near] for near in (max(r for r in ROWS if r <= rows), min(r for r in ROWS if r >= rows)))
     )
+
+
+def _itself(kept: Operand) -> Operand:
+    return kept
+
+
+def _read_and_multiply(a: Operand, read: Callable[[], Operand]) -> Tensor:
+    return matmul(a, read())
 
 
 def _microseconds(calls: list[Callable[[], Tensor]]) -> float:

@@ -206,6 +206,17 @@ TABLE = (
         where="quantize_compiled.compiled_decode",
     ),
     Implementation(
+        operation="decode", name="plain", promise="definition", devices="all", shapes="all", where="operand.operand_of"
+    ),
+    Implementation(
+        operation="decode",
+        name="triton",
+        promise="bits",
+        devices="CUDA",
+        shapes="contraction last, whole blocks",
+        where="decode_triton.values",
+    ),
+    Implementation(
         operation="draw", name="plain", promise="definition", devices="all", shapes="all", where="draw.draw"
     ),
     Implementation(
@@ -277,7 +288,7 @@ TABLE = (
         name="packed",
         promise="bits",
         devices="CUDA, compute capability 9.0",
-        shapes="16 to 64 rows; MXFP8, MXFP4, NVFP4 weights, N a multiple of 16, K of 128; where measured to be faster",
+        shapes="16 to 64 rows; MXFP8, MXFP4, NVFP4; N a multiple of 16, K of 128; where faster, or no other is kept",
         where="packed_cuda.packed_matmul",
     ),
     Implementation(

@@ -35,13 +35,13 @@ from onegrid.sampler.graphs import Graphs
 from onegrid.sampler.intake import Intake
 from onegrid.sampler.prefill import Model, chunks, prefill, trace
 from onegrid.sampler.remote import RemoteConfig
-from onegrid.sampler.serving import Serving, addresses_of
+from onegrid.sampler.serving import Serving, proved_addresses, read_addresses
 from onegrid.sampler.stops import DecodeText
 from onegrid.sampler.vllm.config import VllmConfig
 from onegrid.types import Bucket, Manifest, Request, Rollout, Sampling
 
 KEPT = ("record", "refuse")
-WEIGHTS = ("auto", "decoded")
+WEIGHTS = ("auto", "decoded", "codes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,10 @@ class SamplerConfig:
     capture: bool = True
     """Decode in CUDA graphs where the kernels can be captured. Kept sets and stop strings run without."""
     weights: str = "auto"
-    """What matmuls of few rows read on a GPU: packed codes where they are faster ("auto"), or "decoded"."""
+    """What matmuls read. "decoded": operands, decoded once per version and kept beside codes and scales. "auto": those
+    too, and where few rows are faster on a GPU from packed codes, these. "codes": codes and scales alone, packed where
+    a kernel covers the matmul, else decoded for each use: the same bytes, 2 bytes a weight less on a GPU (4 on a CPU),
+    more time."""
     kept: str = "record"
     """Under top-p or top-k: "record" the kept set of every token, or "refuse" to truncate."""
 
@@ -103,7 +106,7 @@ class Engine:
         if config.max_len > spec.max_positions:
             raise ConfigError(f"max_len {config.max_len} is beyond the model's {spec.max_positions} positions")
         self.weights, self.config, self.decode_text = weights, config, decode_text
-        self.intake = Intake(weights, plan_digest=weights.plan.digest, version=version)
+        self.intake = self._intake(version)
         self.rope = rope_table(spec, config.max_len, weights.device)
         self.prefixes = PrefixStore(config.prefix_tokens)
         self.graphs: Graphs | None = None
@@ -112,13 +115,17 @@ class Engine:
     def adopt(self, plan: Plan) -> None:
         """Goes over to another plan of the same model, with storage anew: nothing serves until the next commit."""
         kernels = self.weights.kernels
-        device, weights = self.weights.device, self.config.weights
+        device, weights = self.weights.device, self.weights.weights
         self.weights = LiveWeights(self.weights.spec, plan, side="sampler", device=device, weights=weights)
         self.weights.kernels = kernels
-        self.intake = Intake(self.weights, plan_digest=plan.digest)
+        self.intake = self._intake()
         self.prefixes.clear()
         if self.graphs is not None:
             self.graphs.reset()  # they read the storage before
+
+    def _intake(self, version: int | None = None) -> Intake:
+        weights = self.weights
+        return Intake(weights, plan_digest=weights.plan.digest, version=version, keeps_staging=weights.keeps_operands)
 
     @property
     def version(self) -> int | None:
@@ -226,8 +233,8 @@ class Engine:
         _, model = self._serving()
         captured = {} if self.graphs is None else self.graphs.reads
         return Serving(
-            proved=addresses_of(self.weights.operands),
-            read=addresses_of(model.weights.operands) | captured,
+            proved=proved_addresses(self.weights),
+            read=read_addresses(model.weights) | captured,
             tables=model.rope,
             kv_cache=model.weights.plan.kv_cache,
             logits=model.logits,
@@ -332,10 +339,18 @@ class Engine:
         return Live(
             format=format_of(canonical),
             shape=tuple(canonical.shape),
-            kernel="read as is" if operand is None else f"{operand.kind} matmul of {operand.values.dtype} values",
+            kernel=self._kernel(key, operand),
             layout=place if operand is None else f"{place}, values {tuple(operand.values.stride())}",
             activation=str(self.weights.activation[key] or "bf16"),
         )
+
+    def _kernel(self, key: str, operand: Operand | None) -> str:
+        if operand is not None:
+            return f"{operand.kind} matmul of {operand.values.dtype} values"
+        if not isinstance(self.weights.held[key], QuantTensor):
+            return "read as is"
+        packed = self.weights.packed is not None and self.weights.packed.parts(key)
+        return f"{'packed matmul of few rows, else ' if packed else ''}codes decoded for each matmul"
 
     def _check(self, request: Request) -> None:
         sampling, spec = request.sampling, self.weights.spec

@@ -20,7 +20,7 @@ from onegrid.ops.pins import TILE, round_up
 from onegrid.sampler.cache import Cache, DecodeAttend
 from onegrid.sampler.draw import uniform
 from onegrid.sampler.prefill import Model
-from onegrid.sampler.serving import Addresses, addresses_of
+from onegrid.sampler.serving import Addresses, read_addresses
 from onegrid.types import Sampling
 
 LOGITS = 1 << 26
@@ -107,7 +107,7 @@ class Graphs:
         self.graphs: dict[tuple[int, float, tuple[int, ...], bool], torch.cuda.CUDAGraph] = {}
         self.stops: dict[tuple[int, ...], Tensor] = {}  # graphs read them where they lie
         self.reads: Addresses = {}
-        """Where the operands lay that the last captured step reads."""
+        """Where the weights lay that the last captured step reads."""
         self.pool = torch.cuda.graph_pool_handle()
 
     def replay(self, model: Model, num_rows: int, sampling: Sampling) -> None:
@@ -154,7 +154,7 @@ class Graphs:
         except BaseException:
             self.reset()  # a pool whose capture broke off takes no other
             raise
-        self.reads = addresses_of(model.weights.operands)
+        self.reads = read_addresses(model.weights)
         return graph
 
 

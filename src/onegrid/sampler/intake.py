@@ -57,12 +57,16 @@ class Intake:
     """One transaction at a time over a Store.
 
     version  the version that serves; None before the first
+    keeps_staging  False: what a commit has put aside is given back when the new version has served
     serving  False before the first version, and where a commit failed and could not be undone
     refused  True from a commit that was undone to the next transaction
     """
 
-    def __init__(self, store: Store, *, plan_digest: str, version: int | None = None) -> None:
+    def __init__(
+        self, store: Store, *, plan_digest: str, version: int | None = None, keeps_staging: bool = True
+    ) -> None:
         self.store = store
+        self.keeps_staging = keeps_staging
         self.plan_digest = plan_digest
         self.version = version
         self.serving = version is not None
@@ -175,6 +179,8 @@ class Intake:
     def settle(self) -> None:
         """Called when the version has served: a later abort no longer undoes its commit."""
         self._undo = None
+        if not (self.keeps_staging or self.refused or self._opened):
+            self._staged = self._scratch = None
 
     def stored(self, name: str) -> dict[str, Tensor]:
         """Bytes by part of the version that came last: live, or where it was refused, what was put aside of it."""

@@ -92,9 +92,6 @@ SHAPES["tiny-moe"] = SHAPES["tiny"] | {
 }
 """Models by shape; their weights are random."""
 
-ELSEWHERE = {("qwen3-8b", 32): 4871.0, ("qwen3-8b", 256): 16_607.0, ("qwen3-0.6b", 256): 29_152.0}
-"""Tokens per second of vLLM 0.24.0 in BF16 on an H200, measured before, not in this run: prompt 128, 256 new."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
@@ -110,6 +107,10 @@ class Row:
     target: str = ""
     met: bool | None = None
     why: str = ""
+    weight_bytes: int | None = None
+    """Of a sampler: codes, scales, BF16 tensors and operands that it holds."""
+    peak_bytes: int | None = None
+    """Most memory of the device at once during the call; None where it is not known."""
 
 
 def row(
@@ -253,34 +254,6 @@ def graph_seconds(function: Callable[[], object], device: torch.device) -> float
     took = seconds(graph.replay, device) / 8
     graph.reset()
     return took
-
-
-def bench_sampler(
-    shape: str, presets: list[str], batches: list[int], device: torch.device, *, prompt: int, new: int,
-    layers: int | None = None,
-) -> Iterator[Row]:  # fmt: skip
-    """Tokens per second of whole calls, prefill included, after one call of the same size; exact log-probabilities."""
-    baseline: dict[int, float] = {}
-    for preset in presets:
-        sampler = engine(shape, preset, device, slots=max(batches), max_len=prompt + new, layers=layers)
-        vocab = sampler.weights.spec.vocab_size
-        for count in batches:
-            sampler.generate(requests(count, prompt=prompt, new=min(4, new), vocab=vocab))
-            wanted = requests(count, prompt=prompt, new=new, vocab=vocab)
-            took = seconds(partial(sampler.generate, wanted), device, repeats=1, warmups=0)
-            rate = count * new / took
-            name = f"decode {shape} {preset}, {count} sequences, prompt {prompt}, {new} new"
-            if preset == "bf16":
-                baseline[count] = rate
-                other = ELSEWHERE.get((shape, count)) if layers is None and (prompt, new) == (128, 256) else None
-                what = "vLLM 0.24.0 BF16, measured before on an H200, not in this run" if other else ""
-                yield row(name, rate, "tokens/s", other, what, least=None if other is None else 1.2)
-            else:
-                least = {("mxfp8", 32): 1.4, ("mxfp8", 256): 1.0, ("nvfp4_all", 32): 1.8}.get((preset, count))
-                yield row(name, rate, "tokens/s", baseline.get(count), "ours in bf16, same run", least=least)
-        del sampler
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def bench_learner(

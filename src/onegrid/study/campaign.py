@@ -61,10 +61,13 @@ class Outcome:
         return self.fires == fault.fires and bool(self.caught_by) == bool(fault.fires) and self.changed > 0
 
 
-def try_fault(fault: Fault, folder: Path, *, device: str = "cpu") -> Outcome:
-    """Both runs of one fault."""
-    run = guarded(fault, folder / "guarded", device=device)
-    fires, unguarded, stopped_by = _observed(fault, folder / "observed", device)
+def try_fault(fault: Fault, folder: Path, *, device: str = "cpu", weights: str = "auto") -> Outcome:
+    """Both runs of one fault.
+
+    weights  of the sampler: see `SamplerConfig`. CapabilityError for a fault that has no place there
+    """
+    run = guarded(fault, folder / "guarded", device=device, weights=weights)
+    fires, unguarded, stopped_by = _observed(fault, folder / "observed", device, weights)
     if run["caught_by"] in ("transaction", "wake"):
         fires = (run["caught_by"], *fires)
     return Outcome(
@@ -77,18 +80,20 @@ def try_fault(fault: Fault, folder: Path, *, device: str = "cpu") -> Outcome:
     )
 
 
-def try_alone(fault: Fault, device: str = "cpu") -> Outcome:
+def try_alone(fault: Fault, device: str = "cpu", weights: str = "auto") -> Outcome:
     """`try_fault` in a folder that goes away."""
     with TemporaryDirectory() as folder:
-        return try_fault(fault, Path(folder), device=device)
+        return try_fault(fault, Path(folder), device=device, weights=weights)
 
 
-def guarded(fault: Fault, folder: Path, *, off: tuple[str, ...] = (), device: str = "cpu") -> dict[str, Any]:
+def guarded(
+    fault: Fault, folder: Path, *, off: tuple[str, ...] = (), device: str = "cpu", weights: str = "auto"
+) -> dict[str, Any]:
     """A run as runs are, that the first objection stops: `caught_by`, `at`, `named_right` and more.
 
     off  checks that do not run
     """
-    bench = make_bench(fault.model, fault.preset, device=device)
+    bench = make_bench(fault.model, fault.preset, device=device, weights=weights)
     guard = guard_of(dataclasses.replace(THOROUGH, off=off), bench.learner, bench.sampler)
     clock: dict[str, Any] = {"begin": time.perf_counter(), "phase": "sync", "syncs": 0}
     fault.inject(bench)
@@ -149,8 +154,8 @@ def _note_time(bench: Bench, clock: dict[str, Any]) -> None:
     wrap(bench.sampler, "generate", generate)
 
 
-def _observed(fault: Fault, folder: Path, device: str) -> tuple[tuple[str, ...], dict[str, float], str]:
-    bench = make_bench(fault.model, fault.preset, device=device)
+def _observed(fault: Fault, folder: Path, device: str, weights: str) -> tuple[tuple[str, ...], dict[str, float], str]:
+    bench = make_bench(fault.model, fault.preset, device=device, weights=weights)
     guard = guard_of(THOROUGH, bench.learner, bench.sampler)
     fires: list[str] = []
 

@@ -31,11 +31,11 @@ def memory_estimate(design: Design) -> dict[str, int]:
         "learner: FP32 masters": 4 * num_weights,
         **_trained_bytes(spec, config.learner.lora, num_weights),
         "learner: codes and scales": published_bytes(spec, design.plan, "weight"),
-        **_operand_bytes(spec, operand, kept=config.learner.weights == "decoded"),
+        **_operand_bytes(spec, design.plan, "learner", operand, kept=config.learner.weights == "decoded"),
         "learner: activations (rough)": 4 * rows * row,
         "sampler: codes and scales": published_bytes(spec, design.plan, "sampler_weight"),
         "sampler: staged update": published_bytes(spec, design.plan, "sampler_weight"),
-        "sampler: operands of matmuls": operand * num_weights,
+        **_operand_bytes(spec, design.plan, "sampler", operand, kept=sampler.weights != "codes"),
         "sampler: key/value slots": 4
         * sampler.max_slots
         * sampler.max_len
@@ -64,15 +64,20 @@ def _trained_bytes(spec: ModelSpec, lora: LoraConfig | None, num_weights: int) -
     }
 
 
-def _operand_bytes(spec: ModelSpec, width: int, *, kept: bool) -> dict[str, int]:
-    """Decoded weights of the learner: all of them, or the largest one, while a matmul reads it."""
+def _operand_bytes(spec: ModelSpec, plan: Plan, side: str, width: int, *, kept: bool) -> dict[str, int]:
+    """Decoded weights of a side: all of them, or the largest one, while a matmul reads it.
+
+    Where none is kept, tensors without a quantizer are read as they are held, unless they are to become FP32.
+    """
     shapes = tensor_shapes(spec)
+    role = "sampler_weight" if side == "sampler" else "weight"
     sizes = {key: width * len(names) * math.prod(shapes[names[0]]) for key, names in stacks(spec).items()}
+    whole = sum(sizes.values())
     if kept:
-        return {"learner: operands of matmuls": sum(sizes.values())}
-    largest = max(sizes.values())
-    saved = (sum(sizes.values()) - largest) / 2**20
-    return {f"learner: one operand at a time (saves {saved:.1f} MiB)": largest}
+        return {f"{side}: operands of matmuls": whole}
+    made = [sizes[key] for key, names in stacks(spec).items() if width > 2 or getattr(plan[names[0]], role)]
+    largest = max(made, default=0)
+    return {f"{side}: one operand at a time (saves {(whole - largest) / 2**20:.1f} MiB)": largest}
 
 
 def published_bytes(spec: ModelSpec, plan: Plan, role: str) -> int:

@@ -75,10 +75,11 @@ class Sums(ArithmeticTask):
         return sum(map(ord, text)) % 7 / 6
 
 
-def make_bench(model: str = "moe", recipe: str = "mxfp8", *, device: str = "cpu") -> Bench:
+def make_bench(model: str = "moe", recipe: str = "mxfp8", *, device: str = "cpu", weights: str = "auto") -> Bench:
     """Learner with random weights and an engine that waits for them.
 
-    model  of MODELS, or "adapted": "moe" with adapters on every linear
+    model    of MODELS, or "adapted": "moe" with adapters on every linear
+    weights  of the sampler: see `SamplerConfig`
     """
     adapters = LoraConfig(rank=2, alpha=8.0) if model == "adapted" else None
     config = MODELS["moe" if adapters else model]
@@ -86,9 +87,9 @@ def make_bench(model: str = "moe", recipe: str = "mxfp8", *, device: str = "cpu"
     shapes = tensor_shapes(spec)
     plan = resolve(preset(recipe), config, shapes, backward="dequantized")
     generator = torch.Generator().manual_seed(0)
-    weights = {n: torch.randn(s, generator=generator) * 0.2 + (len(s) == 1) for n, s in shapes.items()}
-    learner = Learner(spec, plan, weights, LearnerConfig(lr=1e-2, lora=adapters), device=device)
-    live = LiveWeights(spec, plan, side="sampler", device=device)
+    tensors = {n: torch.randn(s, generator=generator) * 0.2 + (len(s) == 1) for n, s in shapes.items()}
+    learner = Learner(spec, plan, tensors, LearnerConfig(lr=1e-2, lora=adapters), device=device)
+    live = LiveWeights(spec, plan, side="sampler", device=device, weights=weights)
     engine = Engine(live, SamplerConfig(max_slots=6, max_len=16), decode_text=CharacterTokenizer().decode)
     return Bench(learner, engine, at=AT)
 
