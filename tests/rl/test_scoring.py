@@ -34,6 +34,19 @@ def chat(prompts, completions, answer):
     assert all(p[0]["role"] == "user" for p in prompts)
     return [float(c[0]["content"] == a) for c, a in zip(completions, answer)]
 
+class Limit(BaseException):
+    def __str__(self):
+        raise ValueError("its own message")
+
+def out_of_time(data_source, solution_str, ground_truth, extra_info):
+    raise Limit
+
+def wordy(data_source, solution_str, ground_truth, extra_info):
+    raise ValueError("x" * 10**6)
+
+async def later(completions):
+    return [1.0]
+
 def few(completions):
     return [1.0]
 
@@ -106,6 +119,19 @@ def test_the_signature_of_TRL_gets_chats_and_columns(path):
     assert rewards_of(scoring, items) == [1.0, 0.0]
 
 
+def test_importing_a_reward_costs_none_of_its_time_limit(tmp_path):
+    file = tmp_path / "slow.py"
+    file.write_text(
+        "import time\ntime.sleep(1.5)  # as loading a large library does\n\ndef f(completions):\n    return [1.0]\n"
+    )
+    rewards = (RewardConfig(function=f"{file}:f", style="trl"),)
+    scoring = Scoring(ScoringConfig(rewards=rewards, workers=1, time_limit=1.0))
+    try:
+        assert rewards_of(scoring, [item("right")]) == [1.0]
+    finally:
+        scoring.close()
+
+
 @pytest.mark.parametrize("name", ["few", "nan"])
 def test_case_V7_rewards_of_the_wrong_number_or_NaN_are_unscorable(path, name):
     scoring = Scoring(ScoringConfig(rewards=(RewardConfig(function=f"{path}:{name}", style="trl"),), workers=0))
@@ -116,6 +142,21 @@ def test_case_V7_rewards_of_the_wrong_number_or_NaN_are_unscorable(path, name):
 def test_no_reward_that_applies_is_unscorable(path):
     scoring = Scoring(ScoringConfig(rewards=(RewardConfig(function=f"{path}:length", style="trl"),), workers=0))
     assert scoring.score([item("skip", columns={"limit": 1})])[0].reward is None
+
+
+@pytest.mark.parametrize(("name", "kind"), [("out_of_time", "Limit"), ("wordy", "ValueError: xxx")])
+def test_case_V7_an_error_of_any_kind_is_a_short_reason(path, name, kind):
+    (verdict,) = Scoring(ScoringConfig(rewards=(RewardConfig(function=f"{path}:{name}"),), workers=0)).score(
+        [item("a")]
+    )
+    assert verdict.reward is None and verdict.reason.startswith(kind) and len(verdict.reason) <= 200
+
+
+def test_an_async_reward_and_weights_that_are_all_0_are_refused_before_a_run_begins(path):
+    with pytest.raises(ConfigError, match=r"later' is async"):
+        Scoring(ScoringConfig(rewards=(RewardConfig(function=f"{path}:later", style="trl"),)))
+    with pytest.raises(ConfigError, match="weight 0"):
+        ScoringConfig(rewards=(RewardConfig(weight=0.0), RewardConfig(function=f"{path}:exact", weight=0.0)))
 
 
 @pytest.mark.parametrize("function", ["nowhere.at.all:f", "no_colon", "tests.rl.rollouts:missing"])

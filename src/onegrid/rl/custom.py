@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from onegrid.errors import ConfigError
-from onegrid.rl.rewards import Verdict
+from onegrid.rl.rewards import Verdict, said
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,8 +48,11 @@ def compute_scores(function: Callable[..., Any], items: Sequence[Item], **settin
                 extra_info=dict(item.extra_info),
                 **settings,
             )
-        except (Exception, SystemExit) as error:  # foreign code; a fault is counted, one everywhere fails the run
-            verdicts.append(Verdict(reward=None, reason=f"{type(error).__name__}: {error}"))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # foreign code, whose time limits are often no Exception; a fault is counted,
+            # and one everywhere fails the run
+            verdicts.append(Verdict(reward=None, reason=said(error)))
             continue
         verdicts.append(_verdict(score.get("score") if isinstance(score, Mapping) else score, "compute_score"))
     return verdicts
@@ -75,8 +78,10 @@ def trl_scores(function: Callable[..., Any], items: Sequence[Item], **settings: 
     }
     try:
         scores = list(function(**_accepted(function, columns), **settings))
-    except (Exception, SystemExit) as error:  # foreign code, as above
-        return [Verdict(reward=None, reason=f"{type(error).__name__}: {error}")] * len(items)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # foreign code, as above
+        return [Verdict(reward=None, reason=said(error))] * len(items)
     if len(scores) != len(items):
         return [Verdict(reward=None, reason=f"{len(scores)} rewards for {len(items)} completions")] * len(items)
     return [Verdict(reward=None) if score is None else _verdict(score, "the function") for score in scores]
@@ -105,6 +110,8 @@ def load_function(path: str) -> Callable[..., Any]:
     if not callable(function):
         known = [n for n, value in vars(module).items() if inspect.isfunction(value) and not n.startswith("_")]
         raise ConfigError(f"{place} has no function {name!r}; it has {', '.join(sorted(known)) or 'none'}")
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"the reward function {path!r} is async; rewards are plain functions, called in processes")
     return function
 
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # a process that only scores should not have to load torch
     from onegrid.types import Group, Rollout
 
 INTEGER = re.compile(r"0|-?[1-9][0-9]*")
+MAX_REASON = 200
+"""Characters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +40,15 @@ def verify_integer(completion: str, answer: str) -> Verdict:
         return Verdict(reward=None, reason=f"the label {answer!r} is not a plain integer")
     text = completion.strip(" ")
     return Verdict(reward=float(INTEGER.fullmatch(text) is not None and text == label))
+
+
+def said(error: BaseException) -> str:
+    """Kind and message of an error of foreign code, of at most MAX_REASON characters."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # its own __str__ is foreign code too
+        text = type(error).__name__
+    return text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."
 
 
 def at_threshold(score: float | None, threshold: float) -> float | None:
@@ -131,7 +142,7 @@ def _verdict(task: Task, prompt: Prompt, text: str) -> Verdict:
     try:
         reward = task.score(prompt, text)
     except Exception as error:  # verifiers are foreign code; a fault is counted, and one everywhere fails the run
-        return Verdict(reward=None, reason=f"{type(error).__name__}: {error}")
+        return Verdict(reward=None, reason=said(error))
     return Verdict(reward=reward, reason="" if reward is not None else "the verifier gave no score")
 
 

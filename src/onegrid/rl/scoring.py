@@ -12,12 +12,13 @@ import signal
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as OutOfTime
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from onegrid.errors import ConfigError, TaskError
 from onegrid.rl.custom import STYLES, Item, load_function
-from onegrid.rl.rewards import Verdict
+from onegrid.rl.rewards import Verdict, said
 from onegrid.rl.verify import ANSWER_TYPES, Expressions, compare_numbers, same_expression, warm_up
 
 
@@ -54,12 +55,16 @@ class ScoringConfig:
     workers: int = 2
     """Processes; 0 scores in the calling thread, without a time limit, for debugging."""
     time_limit: float = 10.0
-    """Seconds for one call of one reward."""
+    """Seconds for one call of one reward. What a process takes to start and to import it does not count."""
 
     def __post_init__(self) -> None:
         if self.workers < 0 or not 0.0 < self.time_limit < float("inf"):
             raise ConfigError(
                 f"scoring has {self.workers} workers (at least 0) and a time limit of {self.time_limit} s (above 0)"
+            )
+        if self.rewards and not any(reward.weight for reward in self.rewards):
+            raise ConfigError(
+                "all rewards have the weight 0, so that nothing could be learned; give one another weight"
             )
 
 
@@ -83,8 +88,10 @@ class Pending:
             return future.result()
         except OutOfTime:
             reason = f"took longer than {self._limit:g} s; its process was ended"
-        except (OSError, RuntimeError, EOFError) as error:  # a process that died
-            reason = f"{type(error).__name__}: {error}"
+        except TaskError:
+            raise
+        except Exception as error:  # a process that died, or an answer that could not be sent
+            reason = said(error)
         return [Verdict(reward=None, reason=reason)] * getattr(future, "num_items", 1)
 
 
@@ -140,34 +147,41 @@ class Scoring:
         if self.config.workers == 0:
             return _done(function(*args))
         if self._pool is None:
-            self._pool = _start(self.config.workers, math=any(r.function == "math" for r in self.rewards))
+            self._pool = _start(self.config.workers, [reward.function for reward in self.rewards])
         future = self._pool.schedule(function, args=args, timeout=self.config.time_limit)
         future.num_items = len(args[1]) if function is _custom else 1
         return future
 
 
-def _start(workers: int, *, math: bool) -> Any:
+def _start(workers: int, functions: Sequence[str]) -> Any:
     try:
         import pebble
     except ImportError as error:
         raise TaskError(
             f'scoring in processes needs pebble: pip install "onegrid[rewards]", or set workers = 0 ({error})'
         ) from error
-    if math and importlib.util.find_spec("math_verify") is None:
+    if "math" in functions and importlib.util.find_spec("math_verify") is None:
         raise TaskError(
             'comparing expressions needs math-verify, which is not installed: pip install "onegrid[rewards]", or set '
             "the answer type to integer, decimal or fraction"
         )
     # spawn: a fork of a process in which torch runs threads can hang
     context = multiprocessing.get_context("spawn")
-    return pebble.ProcessPool(max_workers=workers, context=context, initializer=_begin, initargs=(math,))
+    return pebble.ProcessPool(max_workers=workers, context=context, initializer=_begin, initargs=(functions,))
 
 
-def _begin(math: bool) -> None:
-    """A worker's first act. Ctrl-C reaches it too, and must not cost the scores of the step at hand."""
+def _begin(functions: Sequence[str]) -> None:
+    """A worker's first act, which no time limit counts: a module of rewards may load libraries for longer than that.
+
+    Ctrl-C reaches it too, and must not cost the scores of the step at hand.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if math:
-        warm_up()
+    for function in functions:
+        if function == "math":
+            warm_up()
+            continue
+        with suppress(ConfigError):  # the call says so, for each completion
+            load_function(function)
 
 
 def _custom(reward: RewardConfig, items: list[Item]) -> list[Verdict]:
@@ -180,7 +194,7 @@ def _expression(found: Expressions) -> list[Verdict]:
     except TaskError:
         raise
     except Exception as error:  # math-verify and sympy raise of many kinds on what models write
-        return [Verdict(reward=None, reason=f"{type(error).__name__}: {error}")]
+        return [Verdict(reward=None, reason=said(error))]
 
 
 def _done(verdicts: list[Verdict]) -> Future[list[Verdict]]:
