@@ -191,6 +191,31 @@ def test_a_step_saved_twice_is_never_away_for_longer_than_a_rename_and_leftovers
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["global_step_2"]
 
 
+def test_what_lies_among_checkpoints_and_is_none_is_left_alone_and_never_taken_for_one(tmp_path):
+    folder = tmp_path / "checkpoints"
+    for name in ("global_step_007", "global_step_x", "global_step_\u0663", "other"):
+        (folder / name).mkdir(parents=True)
+    for name in ("global_step_99", "notes.txt"):
+        (folder / name).touch()
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, state_of(step), keep=1)
+    assert checkpoint.latest(tmp_path) == folder / "global_step_2" and checkpoint.steps(tmp_path) == [2]
+    assert {p.name for p in folder.iterdir()} >= {"global_step_007", "global_step_99", "other", "notes.txt"}
+    (folder / "global_step_98").mkdir()  # of another run, so later that it would be the last
+    checkpoint.save(tmp_path, 3, state_of(3), keep=1)
+    assert checkpoint.steps(tmp_path) == [3, 98], "what was just written stays"
+    (folder / "best").mkdir()
+    with pytest.raises(CheckpointError, match=r"cannot make .*best a link to global_step_3.*move what is there away"):
+        checkpoint.save(tmp_path, 3, state_of(3), keep=1, best=3)
+    assert not list(folder.glob(".partial*"))
+
+
+def test_a_folder_with_checkpoints_of_another_run_is_refused(tmp_path):
+    checkpoint.save(tmp_path, 98, state_of(98), keep=1)
+    with pytest.raises(CheckpointError, match="holds checkpoints of another run"):
+        Record(tmp_path)
+
+
 def state_of(step: int) -> dict[str, object]:
     """The least that a checkpoint of a run holds."""
     return {"learner": {"master": torch.arange(2000.0)}, "step": step, "constant_steps": 0}

@@ -7,6 +7,7 @@ at any moment leaves the last good one as it was.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ import torch
 from onegrid.errors import CheckpointError, ConfigError
 
 PREFIX = "global_step_"
+NAME = re.compile(rf"{PREFIX}(0|[1-9][0-9]*)")
 PARTIAL = ".partial_"
 BEST = "best"
 KEYS = {"learner", "step", "constant_steps"}
@@ -81,20 +83,30 @@ def save(folder: Path, step: int, state: Mapping[str, Any], *, keep: int, best: 
         raise CheckpointError(f"cannot write the checkpoint of step {step} to {final}: {cause}; {kept}") from error
     if best is not None:
         link_best(folder, best)
-    for old in steps(folder)[:-keep]:
+    for old in [number for number in steps(folder) if number <= step][:-keep]:
         if old != best:
-            shutil.rmtree(checkpoints / f"{PREFIX}{old}")
+            shutil.rmtree(checkpoints / f"{PREFIX}{old}", ignore_errors=True)  # what stays has its turn again
     return final
 
 
 def link_best(folder: Path, step: int) -> None:
-    """Make `checkpoints/best` point to the checkpoint of a step, if that is there."""
+    """Make `checkpoints/best` point to the checkpoint of a step, if that is there.
+
+    Raises CheckpointError where that name is taken by something else.
+    """
     target = folder / "checkpoints" / f"{PREFIX}{step}"
-    if target.is_dir():
-        temporary = target.with_name(f"{PARTIAL}best")
+    if not target.is_dir():
+        return
+    temporary, link = target.with_name(f"{PARTIAL}best"), target.with_name(BEST)
+    try:
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(target.name)
-        os.replace(temporary, target.with_name(BEST))
+        os.replace(temporary, link)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"cannot make {link} a link to {target.name}: {error}; move what is there away"
+        ) from error
 
 
 @contextmanager
@@ -146,9 +158,9 @@ def _unreadable(path: Path, why: str) -> CheckpointError:
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps that have a whole checkpoint, ascending."""
-    names = [p.name.removeprefix(PREFIX) for p in (folder / "checkpoints").glob(f"{PREFIX}*")]
-    return sorted(int(n) for n in names if n.isdigit())
+    """Steps that have a whole checkpoint, ascending. Files, and folders of other names, are somebody else's."""
+    found = [(NAME.fullmatch(p.name), p) for p in (folder / "checkpoints").glob(f"{PREFIX}*")]
+    return sorted(int(name[1]) for name, p in found if name and p.is_dir())
 
 
 def latest(folder: Path) -> Path | None:

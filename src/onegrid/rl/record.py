@@ -79,6 +79,10 @@ class Record:
         """Is told every line of metrics.jsonl once it is written, as trackers are."""
         if resume_step is None and (folder / "metrics.jsonl").exists():
             raise CheckpointError(f"{folder} already holds a run; go on with --resume, or name another --run-dir")
+        if resume_step is None and any((folder / "checkpoints").glob("global_step_*")):
+            raise CheckpointError(
+                f"{folder} holds checkpoints of another run; move them away, or name another --run-dir"
+            )
         with writing(folder):
             (folder / "rollouts").mkdir(parents=True, exist_ok=True)
             weakref.finalize(self, os.close, _lock(folder))
