@@ -215,6 +215,7 @@ def diagnose(
 @click.option("--page", type=click.Path(dir_okay=False, path_type=Path), help="Write the tables, as Markdown, here.")
 @click.option("--work", type=click.Path(file_okay=False, path_type=Path), help="Keep what is done here, and go on.")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or auto; a GPU kills no runs.")
+@click.option("--weights", default="auto", show_default=True, help="sampler.weights: auto, decoded or codes.")
 def faults(
     names: tuple[str, ...],
     show: bool,
@@ -224,6 +225,7 @@ def faults(
     page: Path | None,
     work: Path | None,
     device: str,
+    weights: str,
 ) -> None:
     """Put faults into the real loop and see which checks catch them.
 
@@ -238,7 +240,7 @@ def faults(
     if show:
         list_faults()
     elif campaign or names:
-        run(campaign, names, seed=seed, json_file=json_file, page=page, work=work, device=device)
+        run(campaign, names, seed=seed, json_file=json_file, page=page, work=work, device=device, weights=weights)
     else:
         raise click.UsageError("name faults, or give --campaign or --list")
 
@@ -252,6 +254,7 @@ def faults(
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
 @click.option("--max-slots", type=click.IntRange(min=1), default=128, show_default=True, help="Completions at once.")
 @click.option("--max-len", type=click.IntRange(min=1), default=1024, show_default=True, help="Prompt and response.")
+@click.option("--weights", default="auto", show_default=True, help="sampler.weights: auto, decoded or codes.")
 @click.option("--max-body-mib", type=click.IntRange(min=1), default=256, show_default=True, help="Of one request.")
 @click.option("--update-seconds", type=float, default=60.0, show_default=True, help="Silence that ends an update.")
 @click.option(
@@ -273,6 +276,7 @@ def serve(
     device: str,
     max_slots: int,
     max_len: int,
+    weights: str,
     max_body_mib: int,
     update_seconds: float,
     engine: str,
@@ -297,6 +301,7 @@ def serve(
         device=device,
         max_slots=max_slots,
         max_len=max_len,
+        weights=weights,
         max_body_mib=max_body_mib,
         update_seconds=update_seconds,
         engine=engine,

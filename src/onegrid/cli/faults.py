@@ -13,7 +13,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from onegrid.errors import CapabilityError
 from onegrid.guard.faults import FAULTS, fault
+from onegrid.sampler.engine import SamplerConfig
 from onegrid.study.campaign import Outcome, try_alone
 from onegrid.study.corruptions import run_corruptions, run_healthy
 from onegrid.study.fault_report import markdown, problems, rows
@@ -46,8 +48,10 @@ def run(
     page: Path | None,
     work: Path | None = None,
     device: str = "cpu",
+    weights: str = "auto",
 ) -> None:
     """See `onegrid faults --help`."""
+    SamplerConfig(weights=weights)  # for its error
     console = Console(highlight=False)
     chosen = [fault(name) for name in names] if names else list(FAULTS.values())
     torch.set_num_threads(1)  # tensors are so small that threads only wait for each other
@@ -63,12 +67,17 @@ def run(
     kills = corruptions = healthy = None
     device = find_device(device)
     whole = campaign is not None and not names
+    kind = "" if weights == "auto" else f"_{weights}"
     if whole and device == "cpu":  # first: it forks, and must not have computed anything before
         kills = kills_in_segments(killed, KILLS[str(campaign)], seed, work, progress("runs killed and resumed"))
         console.print(f"{kills.same} of {kills.num} runs end in the same bytes after kill -9 and resume")
     outcomes: list[Outcome] = []
     for each in chosen:
-        o = kept(work, f"fault_{each.name}", partial(try_alone, each, device), read_outcome)
+        try:
+            o = kept(work, f"fault_{each.name}{kind}", partial(try_alone, each, device, weights), read_outcome)
+        except CapabilityError as error:
+            console.print(f"--  {each.name:26} {error}", soft_wrap=True)
+            continue
         outcomes.append(o)
         seen = f"{o.caught_by} at {o.at}" if o.caught_by else "nothing objected"
         good = o.as_claimed and o.named_right and o.safe
@@ -76,11 +85,21 @@ def run(
     if whole:
         count = SIZES[str(campaign)]
         corruptions = in_segments(
-            partial(run_corruptions, device=device), count, seed, work, "corruptions", progress("random corruptions")
+            partial(run_corruptions, device=device, weights=weights),
+            count,
+            seed,
+            work,
+            f"corruptions{kind}",
+            progress("random corruptions"),
         )
         console.print(f"{corruptions.alarms} of {count} random corruptions caught, {corruptions.named_right} named")
         healthy = in_segments(
-            partial(run_healthy, device=device), count, seed, work, "healthy", progress("healthy synchronizations")
+            partial(run_healthy, device=device, weights=weights),
+            count,
+            seed,
+            work,
+            f"healthy{kind}",
+            progress("healthy synchronizations"),
         )
         console.print(f"{healthy.alarms} false alarms in {count} healthy synchronizations")
     wrong = problems(outcomes, corruptions, healthy, kills)

@@ -39,6 +39,7 @@ def run(
     max_len: int,
     max_body_mib: int,
     update_seconds: float,
+    weights: str = "auto",
     engine: str = "embedded",
     road: str = "decoded",
 ) -> None:
@@ -66,11 +67,11 @@ def run(
     plan = plan_of(recipe, checkpoint)
     spec = ModelSpec.from_hf_config(read_object(checkpoint / "config.json"))
     tokenizer = load_tokenizer(checkpoint)
-    live = published(checkpoint, spec, plan, device=device)
+    config = SamplerConfig(max_slots=max_slots, max_len=min(max_len, spec.max_positions), weights=weights)
+    live = published(checkpoint, spec, plan, device=device, weights=weights)
     proof = prove_pins(spec, live.kernels, device)
     if plan.exact:
         require(proof)
-    config = SamplerConfig(max_slots=max_slots, max_len=min(max_len, spec.max_positions))
     sampler: Sampler
     if engine == "vllm":
         config = replace(config, engine="vllm", vllm=VllmConfig(road=road))  # type: ignore[arg-type]

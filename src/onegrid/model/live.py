@@ -64,7 +64,7 @@ class LiveWeights:
         self.weights = weights
         self.operands: dict[str, Operand] = {}
         self.saved_bytes = 0
-        """Of the operands that are not kept, after the first `derive`."""
+        """Of a learner's operands that are not kept, after the first `derive`."""
         self.joined: dict[tuple[str, ...], Operand] = {}
         self.activation = {key: self._quantizer(key, "activation") for key in self.keys}
         self.native = {key for key in self.keys if plan.matmul == "native" and self._takes_native(key)}
@@ -168,7 +168,8 @@ class LiveWeights:
     def derive(self, keys: Iterable[str] | None = None) -> None:
         """Computes the operands of `keys` (None for all) from the canonical storage, into the same addresses."""
         if not self.keeps_operands:
-            self.saved_bytes = self.saved_bytes or sum(map(self._derived_bytes, self.keys))
+            if self.side == "learner" and not self.saved_bytes:
+                self.saved_bytes = sum(map(self._derived_bytes, self.keys))
             keys = ()
         for key in self.keys if keys is None else keys:
             new = self._derived(key)
@@ -232,6 +233,7 @@ class LiveWeights:
     def verify(self, keys: Iterable[str] | None = None) -> None:
         """Raises SyncError (C3) naming all tensors whose operand differs in any byte from its re-derivation.
 
+        Where no operand is kept there is nothing that could.
         keys  None for all. Where there is another side in this process, comparing with it is cheaper.
         """
         wrong: list[str] = []

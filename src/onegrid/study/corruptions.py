@@ -64,7 +64,7 @@ class Corruptor:
     def arm(self, num_buckets: int) -> None:
         """Draws what goes wrong next; learner's faults happen at once."""
         self.bench.touched, self.bench.happened = set(), 0
-        self.kind = self.random.choice(KINDS)
+        self.kind = self.random.choice([k for k in KINDS if k != "operand byte" or self.bench.weights.keeps_operands])
         self.bucket, self.received = self.random.randrange(num_buckets), 0
         live = self.bench.learner.live
         if self.kind == "learner code":
@@ -140,10 +140,13 @@ class Corruptor:
 
 
 def run_corruptions(
-    num: int, seed: int, *, device: str = "cpu", on_done: Callable[[int], None] = lambda i: None
+    num: int, seed: int, *, device: str = "cpu", weights: str = "auto", on_done: Callable[[int], None] = lambda i: None
 ) -> Tally:
-    """`num` synchronizations, each with one corruption, every one after an update that moves all weights."""
-    bench, tally = make_bench(device=device), Tally(num=num, seed=seed)
+    """`num` synchronizations, each with one corruption, every one after an update that moves all weights.
+
+    weights  of the sampler: see `SamplerConfig`. Where it keeps no operands, none is corrupted
+    """
+    bench, tally = make_bench(device=device, weights=weights), Tally(num=num, seed=seed)
     guard = guard_of(GuardConfig(bucket_bytes=BUCKET_BYTES), bench.learner, bench.sampler)
     num_buckets = guard_sync(bench.learner, bench.sampler, guard).sync.num_buckets
     corruptor = Corruptor(bench, seed)
@@ -182,9 +185,11 @@ def run_corruptions(
     return tally
 
 
-def run_healthy(num: int, seed: int, *, device: str = "cpu", on_done: Callable[[int], None] = lambda i: None) -> Tally:
+def run_healthy(
+    num: int, seed: int, *, device: str = "cpu", weights: str = "auto", on_done: Callable[[int], None] = lambda i: None
+) -> Tally:
     """`num` synchronizations of updates that move all weights, with nothing wrong: every alarm is a false one."""
-    bench, tally = make_bench(device=device), Tally(num=num, seed=seed)
+    bench, tally = make_bench(device=device, weights=weights), Tally(num=num, seed=seed)
     guard = guard_of(GuardConfig(bucket_bytes=BUCKET_BYTES), bench.learner, bench.sampler)
     began = time.perf_counter()
     for i in range(num):

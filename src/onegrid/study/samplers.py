@@ -68,16 +68,17 @@ def bits_within(proof: Proof) -> dict[str, str]:
     }
 
 
-def published(folder: Path, spec: ModelSpec, plan: Plan, *, device: str) -> LiveWeights:
+def published(folder: Path, spec: ModelSpec, plan: Plan, *, device: str, weights: str = "auto") -> LiveWeights:
     """Weights of a checkpoint on the sampler's grid, as a learner that starts from it publishes them.
 
+    weights  see `SamplerConfig`
     Raises WeightsError for a checkpoint that does not fit the shapes.
     """
-    weights = load_weights(folder, spec)
-    live = LiveWeights(spec, plan, side="sampler", device=device)
+    tensors = load_weights(folder, spec)
+    live = LiveWeights(spec, plan, side="sampler", device=device, weights=weights)
     values = {}
     for key, names in live.keys.items():
-        parts = [weights[name].to(torch.bfloat16) for name in names]
+        parts = [tensors[name].to(torch.bfloat16) for name in names]
         values[key] = (torch.stack(parts) if is_stack(key) else parts[0]).to(device)
     for key, value in publish(values, live.keys, plan, side="sampler").items():
         live.write(key, value)
