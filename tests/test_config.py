@@ -118,7 +118,7 @@ def test_every_key_has_a_row_in_the_reference():
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("sampling.temperature=nan", "sampling: temperature is nan; allowed: 0 or larger"),
+        ("sampling.temperature=nan", "sampling: temperature is nan; allowed: 0, or 1e-6 to 1e6"),
         ("learner.max_grad_norm=nan", "max_grad_norm nan"),
         ("learner.weight_decay=nan", "weight_decay nan must be finite"),
         ("learner.eps=inf", "eps inf above 0 and finite"),

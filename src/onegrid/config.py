@@ -33,7 +33,8 @@ from onegrid.rl.loop_config import LoopConfig
 from onegrid.rl.old_policy import CorrectionConfig
 from onegrid.rl.problems import TaskConfig
 from onegrid.rl.record import RecordConfig
-from onegrid.sampler.engine import SamplerConfig, check_sampling
+from onegrid.sampler.asked import check_sampling
+from onegrid.sampler.engine import SamplerConfig
 from onegrid.tracker.config import TrackersConfig
 from onegrid.types import Sampling
 

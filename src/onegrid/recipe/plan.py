@@ -128,7 +128,7 @@ class Plan:
             tensors = [TensorPlan(**{**t, "shape": tuple(t["shape"])}) for t in data.pop("tensors")]
             data |= {key: tuple(data[key]) for key in ("reasons", "notes")}
             plan = cls(**data, tensors={t.name: t for t in tensors})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RecipeError(f"not a plan: {error!r}; a plan is written by Plan.to_json") from error
         if plan.digest != digest:
             raise RecipeError(f"the plan was changed after it was written: digest {plan.digest}, recorded {digest}")

@@ -26,6 +26,7 @@ from onegrid.ops.logprob import log_probs
 from onegrid.ops.operand import Operand
 from onegrid.ops.pins import TILE, round_up
 from onegrid.recipe import Plan
+from onegrid.sampler.asked import check_prompts, check_sampling
 from onegrid.sampler.base import Capabilities, Live
 from onegrid.sampler.cache import Cache, PrefixStore
 from onegrid.sampler.captured import CapturedGeneration, can_capture, probe_captured
@@ -191,8 +192,12 @@ class Engine:
 
     @torch.no_grad()
     def probe(self, prompts: Sequence[Sequence[int]], captured: bool = False) -> list[Tensor]:
-        """FP32 [V] log-probabilities, at temperature 1, of the token after each prompt. Does not count as serving."""
+        """FP32 [V] log-probabilities, at temperature 1, of the token after each prompt. Does not count as serving.
+
+        CapabilityError for a prompt that is empty, too long, or holds what is no token.
+        """
         _, model = self._serving()
+        check_prompts(prompts, self.weights.spec.vocab_size, self.config.max_len)
         if captured:
             if self.graphs is None:
                 raise CapabilityError(f"no captured graphs here: {self._why_not}; probe with captured=False")
@@ -375,16 +380,3 @@ class Engine:
             raise CapabilityError(f"{who}: stop strings need decode_text")
         if sampling.record_routing and not spec.moe_layers:
             raise CapabilityError(f"{who}: record_routing, but the model has no experts")
-
-
-def check_sampling(sampling: Sampling, who: str) -> None:
-    """Raises CapabilityError for settings that no token can be drawn with; `who` asks for them."""
-    for name, fine, allowed in (
-        ("temperature", 0 <= sampling.temperature < float("inf"), "0 or larger"),
-        ("top_p", 0 < sampling.top_p <= 1, "above 0, up to 1"),
-        ("top_k", sampling.top_k >= 0, "0 (all) or larger"),
-        ("max_new_tokens", sampling.max_new_tokens >= 1, "1 or larger"),
-        ("stop_strings", "" not in sampling.stop_strings, "no empty string"),
-    ):
-        if not fine:
-            raise CapabilityError(f"{who}: {name} is {getattr(sampling, name)}; allowed: {allowed}")

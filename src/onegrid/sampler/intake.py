@@ -19,6 +19,8 @@ from onegrid.sampler.coverage import Coverage
 from onegrid.types import Bucket, Entry, Manifest, Piece
 
 WORD = (1 << 64) - 1
+LAST = (1 << 63) - 1
+"""Rollouts carry versions as int64."""
 
 
 def expected_digests(manifest: Manifest) -> dict[str, int]:
@@ -82,10 +84,12 @@ class Intake:
     def begin(self, manifest: Manifest) -> None:
         """Opens a transaction. What was staged and never committed, and the way back from the last commit, are lost.
 
-        SyncError: C7 if the version does not grow, C1 for another plan or format, C5 for missing, extra or misshaped
-        tensors.
+        SyncError: C7 if the version does not grow or is no int64, C1 for another plan or format, C5 for missing, extra
+        or misshaped tensors.
         """
         self._close()
+        if not -1 <= manifest.version < LAST:
+            raise SyncError(f"version {manifest.version} is offered; allowed are -1 to {LAST - 1}", condition="C7")
         if self.version is not None and manifest.version < self.version + self.serving:  # what was lost may come again
             raise SyncError(
                 f"version {manifest.version} is offered after {self.version}; versions only grow: "
@@ -277,8 +281,8 @@ class Intake:
         if entry.format != format_of(live):
             message = f"{name} comes as {entry.format} and is {format_of(live)} in the sampler; see `onegrid plan`"
             raise SyncError(message, condition="C1", tensors=(name,))
-        expected = {part: (dtype_name(x), tuple(x.shape)) for part, x in self.store.parts(name).items()}
-        offered = {part: (x.dtype, tuple(x.shape)) for part, x in entry.parts.items()}
+        expected = {part: (dtype_name(x), tuple(x.shape), x.nbytes) for part, x in self.store.parts(name).items()}
+        offered = {part: (x.dtype, tuple(x.shape), x.num_bytes) for part, x in entry.parts.items()}
         if tuple(entry.shape) != tuple(live.shape) or offered != expected:
             raise SyncError(
                 f"{name} comes with shape {tuple(entry.shape)} and parts {offered}; "

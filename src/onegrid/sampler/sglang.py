@@ -23,6 +23,7 @@ from onegrid.formats import QUANTIZERS, QuantTensor, dequantize, quantize
 from onegrid.model.canonical import Canonical, parts_of
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.recipe import Plan
+from onegrid.sampler.asked import check_prompts, check_sampling
 from onegrid.sampler.base import Capabilities, Live
 from onegrid.sampler.draw import stream, truncates
 from onegrid.sampler.intake import Intake
@@ -289,9 +290,10 @@ class SglangSampler:
 
     def _check(self, request: Request) -> None:
         sampling, who = request.sampling, f"prompt {request.prompt_index}, sample {request.sample}"
+        check_sampling(sampling, who)
+        check_prompts([request.prompt_tokens], self.spec.vocab_size, self.max_len)
         needed = len(request.prompt_tokens) + sampling.max_new_tokens
         for wrong, told in (
-            (not request.prompt_tokens, "the prompt is empty"),
             (needed > self.max_len, f"prompt and response need {needed} positions, the engine has {self.max_len}"),
             (truncates(sampling), "top_p or top_k truncates, and SGLang does not tell the kept set"),
             (bool(sampling.stop_strings), "stop strings are not matched as the embedded engine does; use stop ids"),

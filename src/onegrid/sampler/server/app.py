@@ -112,7 +112,8 @@ class Service:
         manifest = wire.read(Manifest, await self.json(request), "manifest")
         self.lease.take(_client(request))
         try:
-            await self.desk.call(lambda: self.sampler.begin(manifest))
+            with self.lease.at_work():
+                await self.desk.call(lambda: self.sampler.begin(manifest))
         except BaseException:
             self.lease.release()
             raise
@@ -124,7 +125,8 @@ class Service:
         self.lease.check(_client(request))
         bucket = wire.unpack_bucket(await self.frame(request))
         self.lease.check(_client(request))
-        await self.desk.call(lambda: self.sampler.receive(bucket))
+        with self.lease.at_work():
+            await self.desk.call(lambda: self.sampler.receive(bucket))
         return JSONResponse({})
 
     async def commit(self, request: Request) -> Response:
@@ -133,7 +135,8 @@ class Service:
         self.lease.check(_client(request))
         self.lease.unaccepted = True
         try:
-            share = await self.desk.call(lambda: self.sampler.commit(version))
+            with self.lease.at_work():
+                share = await self.desk.call(lambda: self.sampler.commit(version))
         except BaseException:
             self.lease.unaccepted = False
             raise
@@ -166,9 +169,11 @@ class Service:
         """Rollouts. A client that generates accepts what it has committed."""
         listed = _field(await self.json(request), "requests", list)
         wanted = [wire.read(Sample, item, f"requests[{i}]") for i, item in enumerate(listed)]
-        self.lease.refuse_others(_client(request))
-        self.lease.accept(_client(request))
-        return Response(wire.pack_rollouts(await self.desk.generate(wanted)), media_type=wire.FRAME)
+        client = _client(request)
+        self.lease.refuse_others(client)
+        self.lease.accept(client)
+        rollouts = await self.desk.generate(wanted, allowed=lambda: self.lease.refuse_others(client))
+        return Response(wire.pack_rollouts(rollouts), media_type=wire.FRAME)
 
     async def probe(self, request: Request) -> Response:
         """Log-probabilities of the token after each prompt, as their bytes."""
@@ -187,7 +192,10 @@ class Service:
         if "x" not in tensors:
             raise wire.WireError("multiply takes a tensor x")
         device = next(iter(tensors.values())).device
-        y = await self.desk.call(lambda: function(key, tensors["x"].to(_device_of(self.sampler, device))))
+        try:
+            y = await self.desk.call(lambda: function(key, tensors["x"].to(_device_of(self.sampler, device))))
+        except KeyError as error:
+            raise wire.WireError(f"no linear {key!r} in this model") from error
         return Response(wire.pack({}, {"y": y}), media_type=wire.FRAME)
 
     async def adopt(self, request: Request) -> Response:
@@ -197,7 +205,8 @@ class Service:
         function = self.extra("adopt")
         self.lease.take(_client(request))
         try:
-            await self.desk.call(lambda: function(plan))
+            with self.lease.at_work():
+                await self.desk.call(lambda: function(plan))
         finally:
             self.lease.release()
         self.plan_digest = plan.digest
@@ -253,6 +262,7 @@ class Service:
             if total > limit:
                 raise HTTPException(413, f"the body has more than {limit} bytes; lower guard.bucket_bytes")
             chunks.append(chunk)
+            self.lease.renew(_client(request))  # slow is not silent
         return b"".join(chunks)
 
     def routes(self) -> list[Route]:
@@ -296,7 +306,7 @@ def make_app(service: Service, *, more: list[Route] | None = None, hosts: list[s
 
     middleware = [] if hosts is None else [Middleware(TrustedHostMiddleware, allowed_hosts=hosts)]
     middleware.append(Middleware(_Authentication, token=service.token))
-    handlers: dict[Any, Any] = {HTTPException: _http_error}
+    handlers: dict[Any, Any] = {HTTPException: _http_error, Exception: _internal_error}
     return Starlette(
         routes=service.routes() + (more or []),
         middleware=middleware,
@@ -340,6 +350,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     told = {"type": "CapabilityError", "message": error.detail}
     return JSONResponse({"error": told}, status_code=error.status_code, headers={"connection": "close"})
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    """A fault of ours: its traceback is in the server's log, what serves is as it was."""
+    told = {"type": "", "message": f"the server failed: {type(error).__name__}: {error}; its log has the traceback"}
+    return JSONResponse({"error": told}, status_code=500, headers={"connection": "close"})
 
 
 def _public_type(error: OnegridError) -> str:

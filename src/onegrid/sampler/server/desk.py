@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
 from onegrid.errors import OnegridError
@@ -15,7 +16,15 @@ from onegrid.sampler.base import Sampler
 from onegrid.types import Request, Rollout
 
 T = TypeVar("T")
-Job = tuple[list[Request], "asyncio.Future[list[Rollout]]"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one client has asked for. `allowed` raises where it may not be served any more."""
+
+    requests: list[Request]
+    future: asyncio.Future[list[Rollout]]
+    allowed: Callable[[], None]
 
 
 class Desk:
@@ -31,10 +40,14 @@ class Desk:
         """`function()` in the sampler's thread, after all calls before it."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
-    async def generate(self, requests: Sequence[Request]) -> list[Rollout]:
-        """Rollouts in the order of the requests, computed together with those of others who wait."""
+    async def generate(self, requests: Sequence[Request], *, allowed: Callable[[], None]) -> list[Rollout]:
+        """Rollouts in the order of the requests, computed together with those of others who wait.
+
+        allowed  asked when their turn has come, after which no other call comes before them: a version may have been
+                 committed while they waited. What it raises is their answer
+        """
         future: asyncio.Future[list[Rollout]] = asyncio.get_running_loop().create_future()
-        self._waiting.append((list(requests), future))
+        self._waiting.append(Job(list(requests), future, allowed))
         if self._serving is None:
             self._serving = asyncio.create_task(self._serve())
         return await future
@@ -42,34 +55,48 @@ class Desk:
     async def _serve(self) -> None:
         try:
             while self._waiting:
-                jobs, self._waiting = self._waiting, []
-                together = [request for requests, _ in jobs for request in requests]
+                jobs, self._waiting = [job for job in self._waiting if _still(job)], []
+                together = [request for job in jobs for request in job.requests]
+                if not jobs:
+                    continue
                 try:
                     rollouts = await self.call(lambda together=together: self.sampler.generate(together))  # type: ignore[misc]
                 except Exception as error:
                     await self._alone(jobs, error)
                     continue
                 at = 0
-                for requests, future in jobs:
-                    _settle(future, rollouts[at : at + len(requests)])
-                    at += len(requests)
+                for job in jobs:
+                    _settle(job.future, rollouts[at : at + len(job.requests)])
+                    at += len(job.requests)
         finally:
             self._serving = None
 
     async def _alone(self, jobs: list[Job], error: Exception) -> None:
         """One refused request does not spoil the others: each job by itself."""
-        for requests, future in jobs:
+        for job in jobs:
             if len(jobs) == 1 or not isinstance(error, OnegridError):
-                _settle(future, error)
-                continue
-            try:
-                _settle(future, await self.call(lambda requests=requests: self.sampler.generate(requests)))  # type: ignore[misc]
-            except Exception as own:
-                _settle(future, own)
+                _settle(job.future, error)
+            elif _still(job):
+                try:
+                    _settle(job.future, await self.call(lambda job=job: self.sampler.generate(job.requests)))  # type: ignore[misc]
+                except Exception as own:
+                    _settle(job.future, own)
 
     def close(self) -> None:
         """Ends the thread after what it is at."""
         self._thread.shutdown(wait=True)
+
+
+def _still(job: Job) -> bool:
+    """Whether somebody waits for it who may have it."""
+    if job.future.done():  # a client that has gone
+        return False
+    try:
+        job.allowed()
+    except OnegridError as error:
+        _settle(job.future, error)
+        return False
+    return True
 
 
 def _settle(future: asyncio.Future[list[Rollout]], result: list[Rollout] | Exception) -> None:

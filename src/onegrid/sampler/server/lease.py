@@ -7,7 +7,8 @@ it has accepted the version loses it, and the version before serves on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from onegrid.errors import SyncError
 
@@ -25,14 +26,29 @@ class Lease:
         self.unaccepted = False
         """A version is live that its sender has not accepted yet."""
         self._until = 0.0
+        self._calls = 0
 
     @property
     def lapsed(self) -> bool:
-        """Whether a holder has been silent for too long."""
-        return self.holder is not None and self.clock() >= self._until
+        """Whether a holder has been silent for too long; one that waits for an answer is not silent."""
+        return self.holder is not None and not self._calls and self.clock() >= self._until
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """The sampler works for the holder inside, however long it takes."""
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            self._until = self.clock() + self.seconds
 
     def take(self, client: str) -> None:
-        """Makes `client` the holder. SyncError C5 while somebody else is."""
+        """Makes `client` the holder. SyncError C5 while somebody else is, and for one without a name."""
+        if not client:
+            raise SyncError(
+                "whoever updates the weights must say who it is: send an x-onegrid-client header", condition="C5"
+            )
         if self.holder not in (None, client):
             raise SyncError(
                 f"another client is updating the weights; it has them until it is done or silent for "

@@ -169,7 +169,7 @@ class OpenAI:
             for i, prompt in enumerate(prompts)
             for j in range(count)
         ]
-        return await self.service.desk.generate(wanted)
+        return await self.service.desk.generate(wanted, allowed=lambda: self.service.lease.refuse_others(""))
 
     def _tokens(self, prompt: str | list[int]) -> tuple[int, ...]:
         return tuple(self.model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)

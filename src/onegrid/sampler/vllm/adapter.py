@@ -20,6 +20,7 @@ from onegrid.model.canonical import Snapshot, parts_of
 from onegrid.model.spec import ModelSpec
 from onegrid.model.stacks import is_stack
 from onegrid.recipe import Plan
+from onegrid.sampler.asked import check_prompts, check_sampling
 from onegrid.sampler.base import Capabilities, Live
 from onegrid.sampler.draw import stream, truncates
 from onegrid.sampler.intake import Intake
@@ -139,6 +140,7 @@ class VllmSampler:
     def probe(self, prompts: Sequence[Sequence[int]], captured: bool = False) -> list[Tensor]:
         """FP32 [V] log-probabilities, at temperature 1, of the token after each prompt. Does not count as serving."""
         self._serving()
+        check_prompts(prompts, self.spec.vocab_size, self.max_len - 1)
         if captured and not self.engine.captures:
             raise CapabilityError("this engine captures no graphs; probe with captured=False")
         wanted = {"temperature": 1.0, "max_tokens": 1, "logprobs": -1, "seed": 0, "ignore_eos": True}
@@ -251,6 +253,7 @@ class VllmSampler:
     def _check(self, request: Request) -> None:
         sampling = request.sampling
         who = f"prompt {request.prompt_index}, sample {request.sample}"
+        check_sampling(sampling, who)
         needed = len(request.prompt_tokens) + sampling.max_new_tokens
         for wrong, told in (
             (not request.prompt_tokens, "the prompt is empty; it needs one token at least"),
