@@ -47,6 +47,12 @@ def test_problems_with_too_few_tries_are_left_out():
     assert mean_pass_at_k([(1, 1)], 2) is None
 
 
+@pytest.mark.parametrize("num_right", [0, 4])
+def test_where_every_problem_is_alike_the_interval_is_not_empty(num_right):
+    found = mean_pass_at_k([(4, num_right)] * 8, 2)
+    assert found == wilson(2 * num_right, 8) and found.high - found.low > 0.3
+
+
 def test_the_interval_of_wilson_is_that_of_the_textbook():
     share = wilson(8, 10)  # Newcombe (1998) prints .4902 to .9433 for 8 of 10
     assert (round(share.low, 4), round(share.high, 4)) == (0.4902, 0.9433)

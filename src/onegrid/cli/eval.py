@@ -77,6 +77,7 @@ def evaluated(
             ks=ks or default_ks(samples),
             sampling=plan.config.sampling,
             seed=plan.config.seed,
+            threshold=plan.config.eval.threshold,
         )
 
 

@@ -210,7 +210,8 @@ def _describe(plan: Design, console: Console) -> None:
     table.add_row("a batch", off_policy)
     answers = f"greedy and {config.eval.samples} sampled" if config.eval.samples else "greedy"
     often = f", and every {config.eval.every} steps" if config.eval.every else ""
-    table.add_row("evaluation", f"{config.eval.num_problems} held-out problems, {answers}, before and after{often}")
+    judged = f"{config.eval.num_problems} held-out problems, {answers}, before and after{often}"
+    table.add_row("evaluation", judged if config.eval.num_problems else "none")
     _, task = problems(plan)
     with closing_task(task):
         prompts, held_out = draw_once(task, config)

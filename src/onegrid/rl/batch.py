@@ -17,14 +17,17 @@ from onegrid.types import Batch, Group, Request, Rollout, Sampling, Sequence
 TRUNCATED = ("keep", "mask")
 
 
-def make_requests(prompts: Seq[Prompt], samples: int, *, seed: int, sampling: Sampling) -> list[Request]:
-    """`samples` requests for every prompt, prompt by prompt. seed is that of run and step."""
+def make_requests(
+    prompts: Seq[Prompt], samples: int, *, seed: int, sampling: Sampling, first_sample: int = 0
+) -> list[Request]:
+    """`samples` requests for every prompt, prompt by prompt, from the sample of a number on. seed is that of run and
+    step."""
     return [
         Request(
             prompt_index=prompt.prompt_index, sample=sample, prompt_tokens=prompt.tokens, seed=seed, sampling=sampling
         )
         for prompt in prompts
-        for sample in range(samples)
+        for sample in range(first_sample, first_sample + samples)
     ]
 
 

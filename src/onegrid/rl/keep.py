@@ -34,7 +34,7 @@ class Keeper:
             near = difflib.get_close_matches(key, metrics, n=3)
             raise ConfigError(
                 f"checkpoint.best_metric is {key!r}, which the evaluation does not give; "
-                f"it gives {', '.join(near or sorted(metrics))}"
+                f"it gives {', '.join(near or sorted(metrics)) or 'nothing: eval.num_problems is 0'}"
             )
 
     def due(self, step: int, metrics: Mapping[str, Value], *, last: bool) -> bool:

@@ -32,9 +32,12 @@ def mean_pass_at_k(
     """Mean of pass@k over problems, with a bootstrap interval over problems.
 
     counts  (tries that could be scored, right ones) of every problem; those with fewer than k tries are left out
+    Where all are 0, or all 1, every resample is the same; then the interval is that of `wilson`, which is not empty.
     None if no problem has k tries.
     """
     values = [pass_at_k(tries, right, k) for tries, right in counts if tries >= k]
+    if values and (not any(values) or min(values) == 1.0):
+        return wilson(sum(value == 1.0 for value in values), len(values), level=level)
     return mean_with_interval(values, seed=seed, level=level) if values else None
 
 

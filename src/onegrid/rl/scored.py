@@ -20,15 +20,17 @@ def scored_groups(
     *,
     sampling: Sampling,
     seed: int,
+    first_sample: int = 0,
     clock: Clock | None = None,
 ) -> list[Group]:
     """`samples` completions of every prompt, by prompt and sample, each with its reward.
 
-    seed   of the requests
-    clock  gets, as stage "scoring", the seconds in which the sampler was done and rewards were not
+    seed          of the requests
+    first_sample  their lowest number; a sample's tokens depend on its number, not on how many are asked for
+    clock         gets, as stage "scoring", the seconds in which the sampler was done and rewards were not
     The groups do not depend on the order in which completions end. Raises TaskError if none could be scored.
     """
-    requests = make_requests(prompts, samples, seed=seed, sampling=sampling)
+    requests = make_requests(prompts, samples, seed=seed, sampling=sampling, first_sample=first_sample)
     scorer = Scorer(task, prompts, group_size=samples)
     # a task that scores in this process would only hold the sampler up
     rollouts = sampler.generate(requests, scorer.finished) if isinstance(task, Submits) else sampler.generate(requests)
