@@ -10,13 +10,18 @@ import torch
 
 from onegrid.config import load_config
 from onegrid.errors import CapabilityError, ConfigError
-from onegrid.formats import QUANTIZERS
+from onegrid.formats import QUANTIZERS, QuantTensor, Stats, decode
 from onegrid.guard.faults import FAULTS
+from onegrid.model import live as live_module
 from onegrid.model import packed
 from onegrid.model.live import LiveWeights
+from onegrid.model.packed import PackedWeights
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.model.stacks import stack_key, stacks
 from onegrid.ops import packed_choice
+from onegrid.ops.linear import matmul
+from onegrid.ops.operand import Operand
+from onegrid.ops.packed_cuda import Packed
 from onegrid.recipe import PRESETS, resolve
 from onegrid.sampler.engine import Engine, SamplerConfig
 from onegrid.study import bench
@@ -176,6 +181,53 @@ def test_the_description_says_what_is_read_and_other_words_are_refused():
     assert live["model.norm.weight"].kernel == live["lm_head.weight"].kernel == "read as is"
     with pytest.raises(ConfigError, match="auto, decoded, codes"):
         SamplerConfig(weights="packed")
+
+
+def by_definition(a: Operand, weight: Packed, row_N: torch.Tensor | None) -> torch.Tensor:
+    """What `packed_matmul` promises, for a CPU."""
+    zero = torch.zeros(())
+    q = QuantTensor(
+        weight.codes, weight.scales, zero, None, weight.shape, weight.quantizer, -1, Stats(zero, zero, zero)
+    )
+    values = decode(q).to(a.values.dtype)
+    assert len(values) == weight.shape[0] and len(a.values) in (16, 32, 48, 64)
+    return matmul(a, Operand(values, weight.quantizer.matmul, row_N))
+
+
+@pytest.mark.parametrize("preset", ["mxfp8", "nvfp4_all"])
+def test_weights_that_lie_together_for_one_packed_matmul_are_updated_read_and_proved_as_others(preset, monkeypatch):
+    choices = tuple(packed_choice.Choice((0, 0), "", rows, 1.0, 2.0, True, True) for rows in packed_choice.ROWS)
+    monkeypatch.setattr(packed, "SMALLEST", 0)
+    monkeypatch.setattr(packed, "covers", lambda quantizer, shape, device: quantizer is not None)
+    monkeypatch.setattr(packed, "choose", lambda *names, decoded: choices)
+    calls = []
+    monkeypatch.setattr(live_module, "packed_matmul", lambda *of: calls.append(of[1].shape) or by_definition(*of))
+    spec, plan = plan_of("dense", preset)
+    requests = requests_of(12)
+    for weights in ("codes", "auto"):
+        live = LiveWeights(spec, plan, side="sampler", weights=weights)
+        live.packed = PackedWeights(live.held, live.groups, live.activation, live.device, decoded=live.keeps_operands)
+        engine = Engine(live, SamplerConfig(max_slots=24, max_len=64))
+        for version in range(2):
+            push(snapshot_of(spec, plan, version, version=version), engine)
+            fresh = engine_of("dense", preset, version, weights="decoded")
+            calls.clear()
+            assert_same_bytes(
+                [r.logp_R for r in engine.generate(requests)], [r.logp_R for r in fresh.generate(requests)]
+            )
+            assert set(calls) == {(128, 64), (192, 64), (64, 64), (64, 96)}  # q, k, v at once; gate, up; o; down
+            x = torch.randn(16, 64, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+            for name in "qkv":
+                key = f"model.layers.1.self_attn.{name}_proj.weight"
+                assert_same_bytes(engine.multiply(key, x), fresh.multiply(key, x))
+        assert engine.reads().read == engine.reads().proved
+        key = "model.layers.1.self_attn.k_proj.weight"
+        assert ("packed matmul" in engine.describe()[key].kernel) == (weights == "codes")
+        live.held[key] = replace(live.held[key], codes=live.held[key].codes.clone())
+        serving = engine.reads()
+        assert [k for k in serving.read if serving.read[k] != serving.proved[k]] == [key]
+    bytes_held = live.num_bytes(quantized=True)["canonical"]
+    assert bytes_held == sum(x.num_bytes for x in live.held.values() if isinstance(x, QuantTensor))
 
 
 @pytest.mark.parametrize("preset", ["mxfp8", "nvfp4_all", "mxfp4"])

@@ -50,6 +50,28 @@ def test_log_probs_at_real_widths_are_the_same_bits(shape, preset, capture, gpu)
     learner, engine = pair(shape, preset, 2, gpu)
     if not capture:
         engine.graphs = None
+    assert_one_policy(learner, engine)
+
+
+@pytest.mark.parametrize(
+    ("shape", "preset"),
+    [
+        ("qwen3-8b", "mxfp8"),
+        ("qwen3-8b", "nvfp4_all"),
+        ("qwen3-8b", "fp8_block"),
+        ("qwen3-0.6b", "fp8_row"),
+        ("qwen3-30b-a3b", "mxfp8"),
+        ("qwen3-30b-a3b", "nvfp4_experts"),
+    ],
+)
+def test_a_sampler_without_operands_is_the_same_policy_at_real_widths(shape, preset, gpu):
+    learner, engine = pair(shape, preset, 2, gpu, weights="codes")
+    assert_one_policy(learner, engine)
+    assert engine.weights.num_bytes()["derived"] == 0
+
+
+def assert_one_policy(learner: Learner, engine: Engine) -> None:
+    """Log-probabilities of two versions have the same bytes on both sides, at several numbers of rows."""
     for update in range(2):
         tensors = learner.canonical()
         push(Snapshot(version=learner.version, plan_digest=learner.plan.digest, tensors=tensors), engine)

@@ -294,7 +294,7 @@ class LiveWeights:
 
     def _product(self, keys: tuple[str, ...], a: Operand) -> Tensor:
         """One matmul: of packed weights, of what is kept, or of what is derived now and dropped."""
-        whole = self.joined.get(keys) or self.operands.get(keys[0])
+        whole = self.operands.get(keys[0]) if len(keys) == 1 else self.joined.get(keys)
         packed = None if self.packed is None else self.packed.of(keys, len(a.values))
         if packed is not None:
             return packed_matmul(a, packed, self._rows_of(keys) if whole is None else whole.row)
