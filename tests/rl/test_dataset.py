@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
 from pathlib import Path
 
@@ -144,6 +146,13 @@ GOOD = {"question": "1+1=", "answer": "2"}
         ),
         ({"question": "1+2=", "answer": None}, "no_label", "row 2: answer is empty"),
         ({"question": "1+2=", "answer": ""}, "no_label", "row 2: answer is empty"),
+        ({"question": "1+2=", "answer": " \n"}, "no_label", "row 2: answer is empty"),
+        (
+            b'{"question": "1+2=", "answer": "3"},',
+            "not_json",
+            "row 2 is not JSON: .*each line must be one whole object",
+        ),
+        (b'{"question": "1+2=", "answer": ' + b"9" * 5000 + b"}", "not_json", "row 2 is not JSON: Exceeds the limit"),
         ({"question": "1+2=", "answer": float("nan")}, "no_label", "row 2: answer is nan"),
         (b'{"question": "1+2=", "answer": 1e999}', "no_label", "row 2: answer is inf"),
         ({"question": "1+2=", "reply": "3"}, "no_column", "row 2 has no 'answer'"),
@@ -163,6 +172,73 @@ def test_a_bad_row_is_named_or_counted(tmp_path, bad, kind, message):
     task = task_of(name, max_prompt_tokens=64, on_bad_row="skip")
     assert task.counts[kind] == 1
     assert task.counts["trained"] + task.counts["held_out"] == 11
+
+
+def test_a_mark_of_byte_order_and_windows_line_ends_change_nothing(tmp_path):
+    rows = [json.dumps(row).encode() for row in gsm8k_rows(12)]
+    plain, other = tmp_path / "plain.jsonl", tmp_path / "other.jsonl"
+    plain.write_bytes(b"\n".join(rows))
+    other.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(rows) + b"\r\n\r\n")
+    assert texts_of(task_of(str(plain)), (1, 2)) == texts_of(task_of(str(other)), (1, 2))
+
+
+def test_a_label_of_a_hundred_digits_keeps_every_one(tmp_path):
+    rows = [{"question": f"{i}+1=", "answer": 10**100 + i} for i in range(12)]
+    task = task_of(write_jsonl(tmp_path / "a.jsonl", rows))
+    prompt = task.prompts(1)[0]
+    label = 10**100 + int(prompt.text.partition("+")[0])
+    assert prompt.answer == str(label)
+    assert [task.score(prompt, rf"\boxed{{{x}}}") for x in (label, label + 1)] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "message"),
+    [
+        ({"reward_model": None}, "no_label", r"row 3: reward_model\.ground_truth is empty"),
+        ({"reward_model": {"ground_truth": None, "style": "x"}}, "no_label", "row 3: .* is empty"),
+        ({"prompt": None}, "bad_prompt", "row 3: prompt is None"),
+        ({"prompt": [None]}, "bad_prompt", "row 3: prompt has None"),
+        ({"prompt": [{"content": None, "role": "user"}]}, "bad_prompt", "row 3: prompt has"),
+        ({"prompt": [{"content": "1", "role": None}]}, "bad_prompt", "row 3: prompt has the role None"),
+    ],
+)
+def test_nulls_inside_of_columns_are_named_or_counted(tmp_path, fields, kind, message):
+    rows = dapo_rows(12)
+    rows[2] |= fields
+    name = write_parquet(tmp_path / "a.parquet", rows, DAPO_SCHEMA)
+    with pytest.raises(TaskError, match=message):
+        task_of(name)
+    assert task_of(name, on_bad_row="skip").counts[kind] == 1
+
+
+def test_null_metadata_and_a_null_source_are_no_fault(tmp_path):
+    rows = dapo_rows(12)
+    rows[2] |= {"extra_info": None, "data_source": None}
+    rows[3] |= {"extra_info": {"index": None}}
+    task = task_of(write_parquet(tmp_path / "mine.parquet", rows, DAPO_SCHEMA))
+    assert task.counts["trained"] + task.counts["held_out"] == 12
+
+
+def test_text_and_chats_may_stand_in_one_column(tmp_path):
+    rows = [
+        {
+            "prompt": f"{i}+1=" if i % 2 else [{"role": "user", "content": f"{i}+1="}],
+            "reward_model": {"ground_truth": i},
+        }
+        for i in range(12)
+    ]
+    task = task_of(write_jsonl(tmp_path / "a.jsonl", rows))
+    assert all(re.fullmatch(r"\d+\+1=", text) for text in texts_of(task, (1, 2, 3)))
+
+
+def test_a_flipped_bit_in_a_parquet_file_with_sums_is_named(tmp_path):
+    rows = [{"question": f"{i}+1=", "answer": str(i)} for i in range(200)]
+    name = write_parquet(tmp_path / "a.parquet", rows, write_page_checksum=True, compression="none")
+    data = bytearray(Path(name).read_bytes())
+    data[data.index(b"77+1=")] ^= 1  # 67+1=, which is a problem too
+    Path(name).write_bytes(data)
+    with pytest.raises(TaskError, match=r"a\.parquet"):
+        task_of(name)
 
 
 def test_an_id_given_twice_to_different_prompts_is_a_bad_row(tmp_path):
@@ -198,6 +274,8 @@ def test_bad_utf8_inside_parquet_names_its_row(tmp_path):
         (b"", "a.parquet", "is no parquet file"),
         (b"PAR1 and then nothing", "a.parquet", "is no parquet file"),
         (b"{}", "a.csv", r"must end in \.parquet"),
+        (gzip.compress(b"{}"), "a.jsonl", "row 1 is not UTF-8.*gzip"),
+        ("{}".encode("utf-16"), "a.jsonl", "row 1 is not UTF-8.*UTF-16"),
         (b'{"a": 1}\n', "a.jsonl", r"a\.jsonl, row 1 has no 'prompt'; it has a; set input_key"),
         (b'{"Prompt": "1"}\n', "a.jsonl", "did you mean 'Prompt'"),
     ],

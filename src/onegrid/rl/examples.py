@@ -153,8 +153,9 @@ class Reader:
         if value is MISSING:
             raise no_column(row, key, setting="label_key")
         kind = _type_of(value)
-        if kind == "nothing" or value == "" or (isinstance(value, float) and not math.isfinite(value)):
-            found = "empty" if kind == "nothing" or value == "" else value  # NaN is how pandas writes nothing
+        empty = value is None or (isinstance(value, str) and not value.strip())
+        if empty or (isinstance(value, float) and not math.isfinite(value)):
+            found = "empty" if empty else value  # NaN is how pandas writes nothing
             raise RowError(f"{row.place}: {key} is {found}; every problem needs a label", kind="no_label")
         self._label_type = self._label_type or kind
         if kind != self._label_type:

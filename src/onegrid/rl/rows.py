@@ -15,6 +15,12 @@ from typing import Any
 from onegrid.errors import TaskError
 
 BATCH_ROWS = 1024
+MAGIC = {
+    b"\x1f\x8b": "; it looks packed by gzip, so unpack it",
+    b"\xff\xfe": "; it looks like UTF-16",
+    b"\xfe\xff": "; it looks like UTF-16",
+}
+"""What the first bytes of whole files of other kinds say."""
 MISSING = object()
 
 
@@ -63,11 +69,16 @@ def read_rows(path: Path, *, max_row_bytes: int) -> Iterator[Row]:
 
 
 def value_at(row: Mapping[str, Any], key: str) -> Any:
-    """The value of a column, or with dots of a field inside it ("reward_model.ground_truth"); MISSING if not there."""
+    """The value of a column, or with dots of a field inside it ("reward_model.ground_truth"); MISSING if not there.
+
+    A field of something that is null is null.
+    """
     if key in row:
         return row[key]
     found: Any = row
     for piece in key.split("."):
+        if found is None:
+            return None
         if not isinstance(found, Mapping) or piece not in found:
             return MISSING
         found = found[piece]
@@ -97,7 +108,7 @@ def _parquet(path: Path, max_row_bytes: int) -> Iterator[Row]:
     import pyarrow.parquet as pq
 
     try:
-        file = pq.ParquetFile(path)
+        file = pq.ParquetFile(path, page_checksum_verification=True)  # of files that were written with sums
     except (pa.ArrowInvalid, pa.ArrowException) as error:
         raise TaskError(f"{path} is no parquet file, or is damaged: {error}") from error
     number = 0
@@ -145,7 +156,8 @@ def _json_row(path: Path, number: int, line: bytes) -> Row:
     except UnicodeDecodeError as error:
         return Row(path, number, {}, _not_utf8(path, number, error))
     except (ValueError, RecursionError) as error:
-        return Row(path, number, {}, RowError(f"{path}, row {number} is not JSON: {error}", kind="not_json"))
+        said = f"{path}, row {number} is not JSON: {error}; each line must be one whole object"
+        return Row(path, number, {}, RowError(said, kind="not_json"))
     if not isinstance(values, dict):
         found = RowError(f"{path}, row {number} is a {type(values).__name__}, not an object", kind="not_json")
         return Row(path, number, {}, found)
@@ -160,4 +172,5 @@ def too_big(path: Path, number: int, num_bytes: int, limit: int) -> RowError:
 
 
 def _not_utf8(path: Path, number: int, error: UnicodeDecodeError) -> RowError:
-    return RowError(f"{path}, row {number} is not UTF-8: {error}", kind="bad_utf8")
+    other = MAGIC.get(bytes(error.object[:2]), "") if number == 1 and path.suffix != ".parquet" else ""
+    return RowError(f"{path}, row {number} is not UTF-8: {error}{other}", kind="bad_utf8")
