@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from onegrid.cli import app
 from onegrid.config import load_config
 from onegrid.errors import CapabilityError, ConfigError
 from onegrid.formats import QUANTIZERS, QuantTensor, Stats, decode
@@ -26,6 +28,7 @@ from onegrid.recipe import PRESETS, resolve
 from onegrid.sampler.engine import Engine, SamplerConfig
 from onegrid.study import bench
 from onegrid.study.campaign import guarded
+from onegrid.study.corruptions import run_corruptions
 from onegrid.study.estimate import memory_estimate
 from onegrid.study.parts import design
 from onegrid.sync import push
@@ -166,12 +169,19 @@ def test_faults_of_codes_and_of_addresses_are_caught_by_name(name, check, tmp_pa
     assert found["caught_by"] == check and found["named_right"] and found["safe"] and found["changed"]
 
 
+def test_whatever_is_corrupted_at_random_is_caught_and_named():
+    tally = run_corruptions(6, 1, weights="codes")
+    assert (tally.alarms, tally.named_right, tally.unsafe, tally.missed) == (6, 6, 0, [])
+
+
 @pytest.mark.parametrize(
     "name", ["operand_not_rebuilt", "experts_not_repacked", "layout_swaps_gate_and_up", "both_sides_forget"]
 )
 def test_faults_of_operands_say_that_they_have_no_place(name, tmp_path):
     with pytest.raises(CapabilityError, match="no place for this fault"):
         guarded(FAULTS[name], tmp_path, weights="codes")
+    result = CliRunner().invoke(app, ["faults", name, "--weights", "codes"])
+    assert result.exit_code == 0 and f"--  {name}" in result.output and "no place" in result.output
 
 
 def test_the_description_says_what_is_read_and_other_words_are_refused():
