@@ -6,6 +6,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from onegrid.config import RunConfig, changed_keys, load_config, to_toml
-from onegrid.errors import CheckpointError, ConfigError, StoppedError
+from onegrid.config import RunConfig, load_config, to_toml
+from onegrid.errors import ConfigError, StoppedError
 from onegrid.guard.guard import Guard, guard_of
 from onegrid.rl import checkpoint
 from onegrid.rl.debug import sample_only
@@ -26,11 +27,9 @@ from onegrid.rl.stop import Stop, stop_on_signals
 from onegrid.rl.tasks import Summarizes, closing_task
 from onegrid.study.estimate import memory_estimate
 from onegrid.study.parts import Design, Parts, build, design, draw_once, problems, train_parts
+from onegrid.study.same_run import BEGAN_WITH, first_of, refuse_another_start, refuse_changes
 from onegrid.study.samplers import closing_sampler
 from onegrid.tracker.trackers import Trackers, check_installed
-
-MAY_CHANGE = ("loop.num_steps", "checkpoint.", "record.", "trackers.")
-"""What a resumed run may do differently and still be the same run."""
 
 
 def run(
@@ -51,8 +50,9 @@ def run(
         raise ConfigError("--resume goes on from a checkpoint, and rollouts only leave none; name another --run-dir")
     folder = _folder(path, run_dir, resume=resume)
     last = checkpoint.latest(folder) if resume else None
-    if last or (resume and (folder / "config.toml").exists()):
-        _refuse_changes(folder, plan)
+    begun = bool(last) or (resume and (folder / "config.toml").exists())
+    for key in refuse_changes(folder, plan.config) if begun else []:
+        console.print(f"{key} is another now: tokens stay the same, sums of gradients may differ in their last bits")
     state = checkpoint.load(last, plan.config.device) if last else None
     config = plan.config
     if state and state["step"] > config.loop.num_steps:
@@ -71,8 +71,12 @@ def _train(
     with advised("start"):
         parts = build(plan)
     with closing_task(parts.task), closing_sampler(parts.sampler):
-        draw_once(parts.task, plan.config)
-        _recorded(plan, parts, folder, state, console, stop, resume=resume)
+        first, held_out = draw_once(parts.task, plan.config)
+        began = first_of(parts.learner, parts.task, [*first, *held_out])
+        made_with = {**versions(), "pins": parts.proof.as_record(), "matmuls": parts.matmuls, BEGAN_WITH: began}
+        if state:
+            refuse_another_start(folder, made_with, partial(console.print, markup=False, soft_wrap=True))
+        _recorded(plan, parts, folder, state, console, stop, made_with=made_with, resume=resume)
 
 
 def _recorded(
@@ -83,6 +87,7 @@ def _recorded(
     console: Console,
     stop: Stop,
     *,
+    made_with: dict[str, Any],
     resume: bool,
 ) -> None:
     config = plan.config
@@ -93,7 +98,6 @@ def _recorded(
         check_whole(folder, state["step"])
     record.text("config.toml", to_toml(config))
     record.text("plan.json", plan.plan.to_json())
-    made_with: dict[str, object] = {**versions(), "pins": parts.proof.as_record(), "matmuls": parts.matmuls}
     record.text("versions.json", json.dumps(made_with, indent=1, sort_keys=True) + "\n")
     display = Display(config.loop.num_steps, done=state["step"] if state else 0, console=console)
     with _tracked(config, record, display), display:
@@ -177,17 +181,6 @@ def _folder(path: Path, run_dir: Path | None, *, resume: bool) -> Path:
     runs = Path("runs")
     last = last_run_folder(runs, path.stem) if resume else None
     return last or free_run_folder(runs, path.stem)
-
-
-def _refuse_changes(folder: Path, plan: Design) -> None:
-    """A resumed run ends in the bytes of an uninterrupted one only if it is the same run."""
-    before = load_config(folder / "config.toml")
-    changed = [key for key in changed_keys(before, plan.config) if not key.startswith(MAY_CHANGE)]
-    if changed:
-        raise CheckpointError(
-            f"{folder} was begun with another {', '.join(changed)}; resume with the same configuration "
-            f"({', '.join(MAY_CHANGE)} may change), or begin another run"
-        )
 
 
 def _describe(plan: Design, console: Console) -> None:

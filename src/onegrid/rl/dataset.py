@@ -77,6 +77,8 @@ class DatasetTask:
                 self._trained.add(example)
         self._trained.seal()
         self._held_out.seal()
+        self.digest = f"{self._trained.digest}:{self._held_out.digest}"
+        """Identifies every problem and their order in the files."""
         self.counts |= {"trained": len(self._trained), "held_out": len(self._held_out)}
         if num_prompts > len(self._trained):
             raise TaskError(
@@ -187,7 +189,13 @@ class Store:
         self._writer = pa.ipc.new_file(self._path, self._schema)
         self._waiting: list[Example] = []
         self._length = 0
+        self._hash = hashlib.blake2b(digest_size=16, person=b"examples")
         self._batches: Any = None
+
+    @property
+    def digest(self) -> str:
+        """Identifies what was added, in its order."""
+        return self._hash.hexdigest()
 
     def add(self, example: Example) -> None:
         """Append one."""
@@ -210,7 +218,10 @@ class Store:
         import pyarrow as pa
 
         tokens = pa.array([example.tokens for example in self._waiting], pa.list_(pa.int32()))
-        texts = pa.array([_packed(example) for example in self._waiting], pa.string())
+        packed = [_packed(example) for example in self._waiting]
+        for example, text in zip(self._waiting, packed, strict=True):
+            self._hash.update(f"{example.tokens}{text}\n".encode())
+        texts = pa.array(packed, pa.string())
         self._writer.write_batch(pa.record_batch([tokens, texts], schema=self._schema))
         self._waiting = []
 

@@ -12,7 +12,7 @@ from onegrid.errors import OutOfMemoryError
 
 LEARNER = (
     "lower learner.max_tokens (rows of a micro-batch), set learner.recompute = true (keeps less for the backward), "
-    "or lower sampling.max_new_tokens"
+    "or, in another run, lower sampling.max_new_tokens"
 )
 SAMPLER = (
     "lower sampler.max_slots (completions at once), sampler.max_len (positions of each), sampler.prefill_tokens or "
@@ -48,7 +48,7 @@ def advice(stage: str, error: BaseException) -> OutOfMemoryError:
     said = f"{type(error).__name__}: {first}" if first else type(error).__name__
     return OutOfMemoryError(
         f"out of memory in stage {stage!r} ({said}); {ADVICE.get(stage, ADVICE['start'])}. "
-        "The record is whole up to the step before"
+        "The record is whole up to the step before, and --resume goes on from the last checkpoint with such settings"
     )
 
 
