@@ -1,7 +1,7 @@
 """Matmuls at few rows from packed codes and scales: `packed.cu`, with the bytes of the decoded weights' matmul.
 
 Decoded values are exact in BF16, and `mma` adds K in ascending steps of 16 as cuBLAS does under the pins, so FP32 sums
-have the same bits (measured at every shape that tests/ops/test_packed.py runs; `model.live` proves the model's own).
+have the same bits (measured at every shape that tests/ops/test_low_bits.py runs; `model.live` proves the model's own).
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ MOST_ROWS = 64
 LARGEST_BYTE = {"e4m3": 134, "e2m1": 136}
 """E8M0 scale bytes up to which a decoded value is one product: 2^7 and 2^9, times 448 and 6."""
 
-_SHARED_BYTES = 225 * 1024
-_TILE_BYTES = 4096
+_DEPTH = 256
+"""Numbers of k in a stage."""
+_SHARED_BYTES = 226 * 1024
+_MOST_TILES = 12
+_MOST_STAGES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ def covers(quantizer: Quantizer | None, shape: tuple[int, ...], device: torch.de
         in (("e4m3", "e8m0", (1, 32)), ("e2m1", "e8m0", (1, 32)), ("e2m1", "e4m3", (1, 16)))
         and len(shape) == 2
         and shape[0] % 16 == 0
-        and shape[1] % 128 == 0
+        and shape[1] % _DEPTH == 0
         and can_compile(device)
     )
 
@@ -75,27 +78,35 @@ def packed_matmul(a: Operand, weight: Packed, row_N: Tensor | None) -> Tensor:
     num_rows = x.shape[0]
     if num_rows % TILE or not 0 < num_rows <= MOST_ROWS:
         raise CapabilityError(f"packed matmul of {num_rows} rows; multiples of {TILE} up to {MOST_ROWS} are covered")
-    tiles, pairs = _tiles(num_columns), num_rows // 16
-    per_warp = 3 if tiles % 3 == 0 and tiles >= 9 and pairs <= 2 else 2 if tiles % 2 == 0 and tiles >= 6 else 1
-    weight_warps = 10 if tiles >= 9 and pairs <= 2 else 8
-    x_warps = min(4, 2 * pairs) if tiles < 9 else 2
-    stage = (tiles + pairs) * _TILE_BYTES
-    stages = min(12, _SHARED_BYTES // stage)
+    pairs, bits, e8m0 = num_rows // 16, quantizer.fmt.bits, quantizer.scale == "e8m0"
+    scale_bytes = _DEPTH // (32 if e8m0 else 16)
+    tiles, stages = _tiles(num_columns, pairs, bits, scale_bytes)
+    per_warp = 3 if bits == 8 and tiles % 3 == 0 and tiles >= 9 else 1  # measured: what saves loads of x, or hides them
+    shared_bytes = stages * _stage_bytes(tiles, pairs, bits, scale_bytes)
     run = kernel(
-        "packed.cu", "packed_matmul", shared_bytes=stages * stage, RT=tiles, MT=pairs, RPW=per_warp, WW=weight_warps,
-        WX=x_warps, STAGES=stages, BITS=quantizer.fmt.bits, E8M0=int(quantizer.scale == "e8m0"),
+        "packed.cu", "packed_matmul", shared_bytes=shared_bytes, RT=tiles, MT=pairs, RPW=per_warp, STAGES=stages,
+        BITS=bits, E8M0=int(e8m0),
     )  # fmt: skip
     out = torch.empty(num_rows, num_columns, dtype=torch.bfloat16, device=x.device)
     factors = (x, x) if a.row is None or row_N is None else (a.row.contiguous(), row_N)
-    threads = 32 * (tiles // per_warp + weight_warps + x_warps)
+    threads = 32 * (tiles // per_warp + 4)
     grid = (-(-num_columns // (16 * tiles)), 1, 1)
-    run(grid, (threads, 1, 1), [x, weight.codes, weight.scales, *factors, out, num_columns, depth], stages * stage)
+    run(grid, (threads, 1, 1), [x, weight.codes, weight.scales, *factors, out, num_columns, depth], shared_bytes)
     return out
 
 
-def _tiles(num_columns: int) -> int:
-    """Tiles of 16 columns of one block: as even a share for every multiprocessor as 12 at once allow."""
+def _tiles(num_columns: int, pairs: int, bits: int, scale_bytes: int) -> tuple[int, int]:
+    """Tiles of 16 columns of one block, as even a share for every multiprocessor as fit; and stages of its ring."""
     multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    tiles = num_columns // 16
-    waves = -(-tiles // (12 * multiprocessors))
-    return -(-tiles // (waves * multiprocessors))
+    waves = 0
+    while True:
+        waves += 1
+        tiles = -(-num_columns // (16 * waves * multiprocessors))
+        stages = min(_MOST_STAGES, _SHARED_BYTES // _stage_bytes(tiles, pairs, bits, scale_bytes))
+        if tiles <= _MOST_TILES and stages >= min(3, tiles + 1):
+            return tiles, stages
+
+
+def _stage_bytes(tiles: int, pairs: int, bits: int, scale_bytes: int) -> int:
+    """As STAGE_BYTES in `packed.cu`."""
+    return 16 * (tiles * (_DEPTH * bits // 8 + 16 + scale_bytes) + pairs * (2 * _DEPTH + 32))
