@@ -174,10 +174,17 @@ def shared_kernel_wrong(bench: Bench) -> None:
         bench.touch([key])
         return y * 1.03125
 
+    def serving(original: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+        if captured and bench.learner.version >= bench.at:
+            captured.pop().reset()  # graphs of before have the kernel as it was
+        return original()
+
+    captured = [bench.sampler.graphs] if bench.sampler.graphs is not None else []
     wrap(bench.learner.grad_weights, "linear", linear)
     wrap(bench.learner.live, "linear", linear)
     wrap(bench.weights, "linear", linear)
     wrap(bench.sampler, "multiply", multiply)
+    wrap(bench.sampler, "_serving", serving)
 
 
 def graph_with_old_addresses(one_only: bool) -> Callable[[Bench], None]:
@@ -188,6 +195,7 @@ def graph_with_old_addresses(one_only: bool) -> Callable[[Bench], None]:
 
     def inject(bench: Bench) -> None:
         graph: dict[str, Any] = {}
+        joined = dict(bench.weights.joined)
         store = "operands" if bench.weights.keeps_operands else "held"
 
         def derive(original: Callable[..., None], *arguments: Any) -> None:
@@ -196,6 +204,8 @@ def graph_with_old_addresses(one_only: bool) -> Callable[[Bench], None]:
                 graph.update(getattr(weights, store))
                 keys = moved_key(bench) if one_only else list(graph)
                 bench.touch([name for key in keys for name in weights.keys[key]])
+                for group in [group for group in joined if not set(group).isdisjoint(keys)]:
+                    weights.joined.pop(group, None)
                 for key in keys:
                     if store == "held":
                         _move_codes(bench, key)
@@ -214,6 +224,7 @@ def graph_with_old_addresses(one_only: bool) -> Callable[[Bench], None]:
                 return cache, model
             captured = copy.copy(model.weights)
             setattr(captured, store, graph)
+            captured.joined = joined
             return cache, dataclasses.replace(model, weights=captured)
 
         wrap(bench.weights, "derive", derive)

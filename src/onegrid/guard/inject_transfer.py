@@ -75,16 +75,21 @@ def wire_breaks(bench: Bench) -> None:
 
 
 def byte_on_the_wire(bench: Bench) -> None:
-    """One byte of one bucket changes on the way."""
+    """One byte of one bucket changes on the way, of a tensor that every prompt reads."""
+    done: list[str] = []
 
     def flip(at: int, bucket: Bucket) -> list[Bucket]:
-        if at != 1:
+        mine = [i for i, piece in enumerate(bucket.pieces) if ".experts." not in piece.name]
+        if at < 1 or done or not mine:
             return [bucket]
-        *rest, last = bucket.pieces
-        data = last.data.clone()
+        pieces = list(bucket.pieces)
+        changed = pieces[mine[-1]]
+        data = changed.data.clone()
         data[-1] ^= 0x10
-        bench.touch([last.name])
-        return [dataclasses.replace(bucket, pieces=(*rest, dataclasses.replace(last, data=data)))]
+        pieces[mine[-1]] = dataclasses.replace(changed, data=data)
+        done.append(changed.name)
+        bench.touch(done)
+        return [dataclasses.replace(bucket, pieces=tuple(pieces))]
 
     _in_receive(bench, flip)
 
