@@ -5,7 +5,9 @@ Kept free of torch.nn, models and formats, so that every part can import it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -61,6 +63,17 @@ class Rollout:
     reward: float | None = None
     """None until scored, or when unscorable (then masked and counted, never 0)."""
     scored: bool = False
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Where there are several rewards: each by name, before its weight, without those that failed or do not apply."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """What rewards are given besides a completion. Plain data, of JSON's types."""
+
+    data_source: str
+    ground_truth: Any
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +82,8 @@ class Group:
 
     group_id: int
     rollouts: tuple[Rollout, ...]
+    problem: Problem | None = None
+    """Once they are scored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -99,4 +99,7 @@ def test_the_summary_counts_answers_and_groups_that_teach_nothing():
     assert metrics["rollout/raw_reward_std"] == pytest.approx(0.5)
     assert [is_informative(g) for g in groups] == [True, False, False]
     assert rollout_metrics([]) == {}
+    named = [replace(r, rewards=parts) for r, parts in zip(different, ({"a": 1.0, "b": 3.0}, {"a": 0.0}), strict=True)]
+    metrics = rollout_metrics([Group(group_id=1, rollouts=tuple(named))])
+    assert (metrics["rollout/reward/a"], metrics["rollout/reward/b"]) == (0.5, 3.0)
     assert "rollout/raw_reward" not in rollout_metrics([group(3, None)])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+
+import pyarrow.parquet as pq
 import pytest
 
 from onegrid.cli.train import run
@@ -38,6 +41,9 @@ def leaves(completions):
 
 def length(data_source, solution_str, ground_truth, extra_info):
     return len(solution_str)
+
+def even(data_source, solution_str, ground_truth, extra_info):
+    return extra_info["index"] % 2 == 0
 """
 
 
@@ -61,6 +67,26 @@ def test_a_run_on_files_begins_at_its_first_step_and_is_scored_by_their_reward(t
     start, step = read_metrics(tmp_path / "run")
     assert start["eval/held_out/problems"] == 2 and step["step"] == 1
     assert 0 <= step["rollout/raw_reward"] <= 3 and step["rollout/unscorable"] == 0
+
+
+def test_a_kept_rollout_can_be_scored_again_and_each_reward_is_in_the_record(tmp_path):
+    file = tmp_path / "rewards.py"
+    two = f'task.scoring.rewards=[{{function="{file}:length"}}, {{function="{file}:even", weight=0.5}}]'
+    rows = [row | {"extra_info": {"index": i, "note": "\ud800"}} for i, row in enumerate(gsm8k_rows(30))]
+    train(tmp_path, rows, two, 'task.data.metadata_key="extra_info"')
+    names = {}
+    exec(file.read_text(), names)
+    kept = pq.read_table(tmp_path / "run" / "rollouts" / "step_000001.parquet").to_pylist()
+    assert len(kept) == 16
+    for row in kept:
+        truth, extra_info = json.loads(row["ground_truth"]), json.loads(row["extra_info"])
+        assert truth.startswith(row["prompt"].partition("+")[0]) and row["data_source"] == "mine"
+        given = {"data_source": row["data_source"], "ground_truth": truth, "extra_info": extra_info}
+        again = {name: float(names[name](solution_str=row["response"], **given)) for name in ("length", "even")}
+        assert dict(row["rewards"]) == again and row["reward"] == again["length"] + 0.5 * again["even"]
+        assert rows[extra_info["index"]]["question"] == row["prompt"] and extra_info["note"] == "\ud800"
+    line = read_metrics(tmp_path / "run")[1]
+    assert line["rollout/reward/even"] == sum(dict(row["rewards"])["even"] for row in kept) / 16
 
 
 def test_files_that_leave_too_few_problems_end_a_run_before_it_leaves_anything(tmp_path):

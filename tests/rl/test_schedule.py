@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pyarrow.parquet as pq
 import pytest
 
 from onegrid.cli.train import run
@@ -113,6 +114,17 @@ def test_rollouts_that_a_run_has_kept_train_to_the_same_bytes(tmp_path, override
     whole = read_metrics(tmp_path / "replay")
     assert not any(key.startswith(("eval/", "sync/")) for line in whole for key in line)
     assert all(line["guard/sentinel"] == line["guard/freshness"] == 1 for line in whole[1:])
+
+
+def test_rollouts_of_an_earlier_version_train_to_the_same_bytes(off, tmp_path):
+    """Files that do not say what rewards were given."""
+    path, run_dir = off
+    (tmp_path / "old").mkdir()
+    for file in (run_dir / "rollouts").iterdir():
+        table = pq.read_table(file).drop_columns(["rewards", "data_source", "ground_truth", "extra_info"])
+        pq.write_table(table, tmp_path / "old" / file.name)
+    train(path, tmp_path / "replay", OFF, f"debug.train_only={tmp_path / 'old'}", steps=4)
+    assert learned(tmp_path / "replay") == learned(run_dir)
 
 
 def test_rollouts_only_are_of_the_start_and_can_be_trained_on(tmp_path, monkeypatch):

@@ -112,6 +112,30 @@ def test_rewards_add_up_by_weight_and_a_fault_in_one_is_a_fault(path):
     assert rewards_of(scoring, [item("right", columns=columns, extra_info={"scale": 3})]) == [6.5]
 
 
+def test_each_of_several_rewards_is_kept_by_name_and_one_of_weight_0_only_watches(path):
+    rewards = (
+        RewardConfig(function=f"{path}:length", style="trl", weight=-0.5, name="brief"),
+        RewardConfig(function=f"{path}:exact", weight=0.0),
+    )
+    scoring = Scoring(ScoringConfig(rewards=rewards, workers=0))
+    verdicts = scoring.score([item(t, columns={"limit": 5}) for t in ("right", "longer than five", "raise", "skip")])
+    assert [v.reward for v in verdicts] == [-0.5, 0.0, -0.5, None]
+    assert [v.parts for v in verdicts] == [
+        {"brief": 1.0, "exact": 1.0},
+        {"brief": 0.0, "exact": 0.0},
+        {"brief": 1.0},
+        {"exact": 0.0},
+    ]
+    assert verdicts[3].reason == "no reward applies to this completion"
+
+
+def test_rewards_of_one_name_or_of_an_odd_one_are_refused():
+    with pytest.raises(ConfigError, match="called math, math; give each another name"):
+        ScoringConfig(rewards=(RewardConfig(), RewardConfig(answer_type="integer")))
+    with pytest.raises(ConfigError, match="letters, digits"):
+        RewardConfig(name="a/b")
+
+
 def test_the_signature_of_TRL_gets_chats_and_columns(path):
     scoring = Scoring(ScoringConfig(rewards=(RewardConfig(function=f"{path}:chat", style="trl"),), workers=0))
     prompt = [{"role": "user", "content": "1+1"}]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from onegrid.errors import TaskError
 
 if TYPE_CHECKING:  # a process that only scores should not have to load torch
     from onegrid.rl.tasks import Prompt, Task
-    from onegrid.types import Group, Rollout
+    from onegrid.types import Group, Problem, Rollout
 
 INTEGER = re.compile(r"0|-?[1-9][0-9]*")
 MAX_REASON = 200
@@ -27,6 +27,9 @@ class Verdict:
     """None if it could not be scored."""
     reason: str = ""
     """Why it could not."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Where several rewards are added up: each by name, before its weight, without those that failed or do not
+    apply."""
 
 
 def verify_integer(completion: str, answer: str) -> Verdict:
@@ -111,7 +114,8 @@ class Scorer:
         for group in groups:
             verdicts = self._begun[group.group_id]()
             rollouts = [_scored(r, v, reasons) for r, v in zip(group.rollouts, verdicts, strict=True)]
-            scored.append(replace(group, rollouts=tuple(rollouts)))
+            problem = _problem(self._prompts[group.group_id])
+            scored.append(replace(group, rollouts=tuple(rollouts), problem=problem))
         num_rollouts = sum(len(group.rollouts) for group in groups)
         if num_rollouts and len(reasons) == num_rollouts:
             raise TaskError(f"none of {num_rollouts} rollouts could be scored; the first because: {reasons[0]}")
@@ -152,4 +156,14 @@ def _scored(rollout: Rollout, verdict: Verdict, reasons: list[str]) -> Rollout:
         reward, reason = None, f"the verifier gave {reward}"
     if reward is None:
         reasons.append(f"{reason} (prompt {rollout.request.prompt_index}, sample {rollout.request.sample})")
-    return replace(rollout, reward=reward, scored=True)
+    return replace(rollout, reward=reward, scored=True, rewards=dict(verdict.parts))
+
+
+def _problem(prompt: Prompt) -> Problem:
+    """A task that has no labels of its own kind is scored by all that its entry says."""
+    from onegrid.types import Problem  # brings torch, which processes that score do without
+
+    entry = prompt.entry
+    if "label" not in entry:
+        return Problem(data_source=prompt.data_source, ground_truth=prompt.answer, extra_info=entry)
+    return Problem(data_source=prompt.data_source, ground_truth=entry["label"], extra_info=entry["extra_info"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import multiprocessing
+import re
 import signal
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -32,6 +33,9 @@ class RewardConfig:
     """Signature of a function: verl's compute_score(data_source, solution_str, ground_truth, extra_info) or TRL's
     f(completions, **columns)."""
     weight: float = 1.0
+    """0 only watches: then its mean is among the metrics, and where it fails or does not apply nothing happens."""
+    name: str = ""
+    """In `rollout/reward/<name>`, where there are several; empty takes the function's."""
     answer_type: Literal["auto", "integer", "decimal", "fraction", "expression"] = "auto"
     """math: what an answer has to be; see `onegrid.rl.verify.verify_math`."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -42,6 +46,8 @@ class RewardConfig:
             raise ConfigError(f"answer_type {self.answer_type!r} or style {self.style!r} is not known")
         if not abs(self.weight) < float("inf"):
             raise ConfigError(f"the weight of the reward {self.function!r} is {self.weight}; it must be finite")
+        if not re.fullmatch(r"[\w.-]*", self.name):
+            raise ConfigError(f"the name of the reward {self.function!r} is {self.name!r}; letters, digits, . - _ only")
         if self.function == "math" and self.settings:
             raise ConfigError(f'the reward "math" has no settings, got {self.settings}; it has answer_type')
 
@@ -62,26 +68,37 @@ class ScoringConfig:
             raise ConfigError(
                 f"scoring has {self.workers} workers (at least 0) and a time limit of {self.time_limit} s (above 0)"
             )
+        names = reward_names(self.rewards)
+        if len(set(names)) < len(names):
+            raise ConfigError(f"rewards are called {', '.join(names)}; give each another name")
         if self.rewards and not any(reward.weight for reward in self.rewards):
             raise ConfigError(
                 "all rewards have the weight 0, so that nothing could be learned; give one another weight"
             )
 
 
+def reward_names(rewards: Sequence[RewardConfig]) -> list[str]:
+    """What each is called in the metrics."""
+    return [reward.name or reward.function.rpartition(":")[2] for reward in rewards]
+
+
 class Pending:
     """Scores that are being computed."""
 
-    def __init__(self, weights: Sequence[float], futures: Sequence[Sequence[Future[list[Verdict]]]], limit: float):
-        self._weights, self._futures, self._limit = weights, futures, limit
+    def __init__(
+        self, rewards: Sequence[RewardConfig], futures: Sequence[Sequence[Future[list[Verdict]]]], limit: float
+    ):
+        self._weights, self._names = [reward.weight for reward in rewards], reward_names(rewards)
+        self._futures, self._limit = futures, limit
 
     def verdicts(self) -> list[Verdict]:
         """One per item, in order; waits until all are there.
 
         The weighted sum of the rewards that apply. A completion is unscorable, with a reason, if any of its rewards
-        failed, ran out of time or lost its process, or if none applies.
+        that have a weight failed, ran out of time or lost its process, or if none applies.
         """
         columns = [[v for future in row for v in self._result(future)] for row in self._futures]
-        return [_total(self._weights, column) for column in zip(*columns, strict=True)]
+        return [_total(self._weights, self._names, column) for column in zip(*columns, strict=True)]
 
     def _result(self, future: Future[list[Verdict]]) -> list[Verdict]:
         try:
@@ -112,7 +129,7 @@ class Scoring:
     def submit(self, items: Sequence[Item]) -> Pending:
         """Begin to score completions of one prompt, and return at once. TRL's functions get them in one call."""
         rows = [self._futures(reward, list(items)) for reward in self.rewards]
-        return Pending([reward.weight for reward in self.rewards], rows, self.config.time_limit)
+        return Pending(self.rewards, rows, self.config.time_limit)
 
     def score(self, items: Sequence[Item]) -> list[Verdict]:
         """`submit` and wait."""
@@ -203,11 +220,14 @@ def _done(verdicts: list[Verdict]) -> Future[list[Verdict]]:
     return future
 
 
-def _total(weights: Sequence[float], verdicts: Sequence[Verdict]) -> Verdict:
-    failed = [v.reason for v in verdicts if v.reward is None and v.reason]
+def _total(weights: Sequence[float], names: Sequence[str], verdicts: Sequence[Verdict]) -> Verdict:
+    found = zip(names, verdicts, strict=True)
+    parts = {name: v.reward for name, v in found if v.reward is not None} if len(names) > 1 else {}
+    weighted = [(w, v) for w, v in zip(weights, verdicts, strict=True) if w]
+    failed = [v.reason for _, v in weighted if v.reward is None and v.reason]
     if failed:
-        return Verdict(reward=None, reason="; ".join(dict.fromkeys(failed)))
-    applicable = [w * v.reward for w, v in zip(weights, verdicts, strict=True) if v.reward is not None]
+        return Verdict(reward=None, reason="; ".join(dict.fromkeys(failed)), parts=parts)
+    applicable = [w * v.reward for w, v in weighted if v.reward is not None]
     if not applicable:
-        return Verdict(reward=None, reason="no reward applies to this completion")
-    return Verdict(reward=sum(applicable))
+        return Verdict(reward=None, reason="no reward applies to this completion", parts=parts)
+    return Verdict(reward=sum(applicable), parts=parts)

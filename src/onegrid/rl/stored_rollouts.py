@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from onegrid.errors import CheckpointError
 from onegrid.rl.dynamic import Drawn
 from onegrid.rl.summary import is_informative
-from onegrid.types import Group, Request, Rollout, Sampling
+from onegrid.types import Group, Problem, Request, Rollout, Sampling
 
 TextOf = Callable[[Sequence[int]], str]
 """Text of the tokens of a prompt."""
@@ -27,6 +28,10 @@ def table_of(step: int, groups: Sequence[Group], text_of: TextOf, *, learned: Se
     step, group, sample, seed  which request; with `prompt_tokens` all of it but the sampling parameters
     prompt, response           text, for people
     reward, scored             reward is null where it could not be scored
+    rewards                    each of several by name, before its weight
+    data_source, ground_truth, extra_info
+                               what rewards are given besides the response, the last two as JSON: enough to score it
+                               again. Null in files of earlier versions, which train all the same
     tokens, logp, version      of the response; logp FP32 nats
     finish                     "stop" or "length"
     learned                    False for groups that dynamic sampling left out
@@ -36,6 +41,7 @@ def table_of(step: int, groups: Sequence[Group], text_of: TextOf, *, learned: Se
     import pyarrow as pa
 
     prompts = {g.group_id: text_of(g.rollouts[0].request.prompt_tokens) for g in groups if g.rollouts}
+    problems = {g.group_id: _problem_columns(g.problem) for g in groups}
     chosen = {g.group_id for g in (groups if learned is None else learned)}
     rows = [(g.group_id, r) for g in groups for r in g.rollouts]
     found = [r for _, r in rows]
@@ -51,6 +57,10 @@ def table_of(step: int, groups: Sequence[Group], text_of: TextOf, *, learned: Se
             "response": pa.array([r.text for r in found], pa.string()),
             "reward": pa.array([r.reward for r in found], pa.float64()),
             "scored": pa.array([r.scored for r in found], pa.bool_()),
+            "rewards": pa.array([list(r.rewards.items()) for r in found], pa.map_(pa.string(), pa.float64())),
+            **{
+                name: pa.array([problems[group][i] for group, _ in rows], pa.string()) for i, name in enumerate(PROBLEM)
+            },
             "prompt_tokens": pa.array([list(r.request.prompt_tokens) for r in found], pa.list_(pa.int32())),
             "tokens": _lists([r.tokens_R for r in found], torch.int32),
             "logp": _lists([r.logp_R for r in found], torch.float32),
@@ -80,6 +90,9 @@ def drawn_from(table: Any, sampling: Sampling, *, place: str) -> Drawn:
     learned: dict[int, bool] = {}
     try:
         columns = {name: table[name].to_pylist() for name in COLUMNS if name not in ("tokens", "logp", "version")}
+        for name in (*PROBLEM, "rewards"):
+            columns[name] = table[name].to_pylist() if name in table.column_names else [None] * table.num_rows
+        problems: dict[int, Problem | None] = {}
         arrays = {name: _arrays(table[name]) for name in ("tokens", "logp", "version")}
         for i in range(table.num_rows):
             row = {name: values[i] for name, values in columns.items()}
@@ -88,9 +101,11 @@ def drawn_from(table: Any, sampling: Sampling, *, place: str) -> Drawn:
                 raise CheckpointError(f"{place}, row {i + 1}: tokens, logp and version are not equally many")
             generated.setdefault(row["group"], []).append(_rollout(row, {n: x[i] for n, x in arrays.items()}, sampling))
             learned[row["group"]] = row["learned"]
+            if row["group"] not in problems:
+                problems[row["group"]] = _problem(row)
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{place} does not hold rollouts: {error}") from error
-    groups = [Group(group_id=group_id, rollouts=tuple(rollouts)) for group_id, rollouts in generated.items()]
+    groups = [Group(group_id=i, rollouts=tuple(rollouts), problem=problems[i]) for i, rollouts in generated.items()]
     return Drawn(
         groups=tuple(group for group in groups if learned[group.group_id]),
         generated=tuple(groups),
@@ -174,6 +189,7 @@ COLUMNS = (
     "routing_shape",
 )
 """What reading needs."""
+PROBLEM = ("data_source", "ground_truth", "extra_info")
 
 
 def _rollout(row: dict[str, Any], arrays: dict[str, Tensor], sampling: Sampling) -> Rollout:
@@ -197,6 +213,24 @@ def _rollout(row: dict[str, Any], arrays: dict[str, Tensor], sampling: Sampling)
         else torch.tensor(routing, dtype=torch.int16).reshape(tuple(row["routing_shape"])),
         reward=row["reward"],
         scored=row["scored"],
+        rewards=dict(row["rewards"] or ()),
+    )
+
+
+def _problem_columns(problem: Problem | None) -> tuple[str | None, ...]:
+    if problem is None:
+        return (None,) * len(PROBLEM)
+    as_json = [json.dumps(value, default=str) for value in (problem.ground_truth, problem.extra_info)]
+    return (problem.data_source.encode(errors="replace").decode(), *as_json)
+
+
+def _problem(row: dict[str, Any]) -> Problem | None:
+    if row["data_source"] is None:
+        return None
+    return Problem(
+        data_source=row["data_source"],
+        ground_truth=json.loads(row["ground_truth"]),
+        extra_info=json.loads(row["extra_info"]),
     )
 
 

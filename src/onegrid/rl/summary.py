@@ -12,7 +12,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Rewards, lengths, truncation and variety over all rollouts of scored groups; empty without rollouts.
 
     Lengths count generated tokens, whether they are masked from the loss or not. Reward mean and (unbiased) std are
-    over rollouts that could be scored, and absent if none (or, for the std, one) could. `rollout/distinct_answers` is
+    over rollouts that could be scored, and absent if none (or, for the std, one) could; so are those of each of several
+    rewards, before its weight, as `rollout/reward/<name>`. `rollout/distinct_answers` is
     the mean over groups of different texts / rollouts. `rollout/constant_groups` is the share of groups that teach
     nothing.
     """
@@ -39,6 +40,9 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         if len(rewards) > 1:
             variance = math.fsum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1)
             metrics["rollout/raw_reward_std"] = math.sqrt(variance)
+    for name in dict.fromkeys(name for r in rollouts for name in r.rewards):
+        given = [r.rewards[name] for r in rollouts if name in r.rewards]
+        metrics[f"rollout/reward/{name}"] = math.fsum(given) / len(given)
     return metrics
 
 
