@@ -75,11 +75,12 @@ def wire_breaks(bench: Bench) -> None:
 
 
 def byte_on_the_wire(bench: Bench) -> None:
-    """One byte of one bucket changes on the way, of a tensor that every prompt reads."""
+    """One byte of one bucket changes on the way, of a linear that every prompt reads."""
     done: list[str] = []
 
     def flip(at: int, bucket: Bucket) -> list[Bucket]:
-        mine = [i for i, piece in enumerate(bucket.pieces) if ".experts." not in piece.name]
+        names = [piece.name for piece in bucket.pieces]
+        mine = [i for i, name in enumerate(names) if name.endswith("_proj.weight") and ".experts." not in name]
         if at < 1 or done or not mine:
             return [bucket]
         pieces = list(bucket.pieces)
