@@ -68,7 +68,9 @@ def run(
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
     table = Table(title=about["device"], title_justify="left")
-    for column in ("what", "ours", "unit", "other", "other is", "ratio", "target", "met", "weights, peak GiB"):
+    columns = ("what", "ours", "unit", "other", "other is", "ratio", "target", "met", "weights, peak GiB")
+    shown = columns if "sampler" in (parts or PARTS) else columns[:-1]
+    for column in shown:
         table.add_column(column)
     rows: list[Row] = []
     console = Console(highlight=False)
@@ -91,7 +93,7 @@ def run(
             found = bench.bench_sync(shape, names, where, layers=layers)
         for row in found:
             rows.append(row)
-            table.add_row(*_cells(row))
+            table.add_row(*_cells(row)[: len(shown)])
             if output is not None:
                 _save(output, rows, about)
     console.print(table, crop=False, soft_wrap=not console.is_terminal)

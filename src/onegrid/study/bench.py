@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from onegrid.formats import QUANTIZERS
+from onegrid.formats import QUANTIZERS, quantize
 from onegrid.learner.config import LearnerConfig
 from onegrid.learner.learner import Learner
 from onegrid.model.canonical import Snapshot
@@ -22,7 +22,7 @@ from onegrid.model.publish import publish
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.model.stacks import is_stack
 from onegrid.ops.capture import capturing
-from onegrid.ops.operand import operand
+from onegrid.ops.operand import operand, operand_of
 from onegrid.ops.packed_attention import segments_of
 from onegrid.ops.table import kernels_for
 from onegrid.recipe import PRESETS, resolve
@@ -201,6 +201,11 @@ def bench_ops(device: torch.device) -> Iterator[Row]:
         took = graph_seconds(partial(operand, x, QUANTIZERS[name]), device)
         moved = x.nbytes + x.numel() * (2 if device.type == "cuda" else 4)
         yield row(f"quantize-decode {name} {wide}", moved / took / 1e12, "TB/s", copy / 1e12, "copy", least=0.85)
+    for name in ("mxfp8", "nvfp4", "fp8_128x128"):
+        q = quantize(x, QUANTIZERS[name])
+        took = graph_seconds(partial(operand_of, q), device)
+        moved = q.num_bytes + x.numel() * (2 if device.type == "cuda" else 4)
+        yield row(f"decode {name} {wide}", moved / took / 1e12, "TB/s", copy / 1e12, "copy")
     if device.type == "cuda":
         yield from _packed(device)
         yield from _attention(device, copy)
