@@ -16,7 +16,7 @@ from onegrid.recipe import preset, resolve
 from onegrid.rl.characters import CharacterTokenizer
 from onegrid.rl.record import Incident, Record
 from onegrid.rl.tokenizer import save_tokenizer
-from onegrid.types import Group, Request, Rollout, Sampling
+from onegrid.types import Group, Problem, Request, Rollout, Sampling
 from tests.rl.tiny import CONFIG
 
 CHECKS = ("bytes", "audit", "transaction", "digest", "selfcheck", "probe", "freshness", "sentinel")
@@ -122,7 +122,8 @@ def rollouts(step: int, rng: random.Random, text: str) -> list[Group]:
                     scored=True,
                 )
             )
-        groups.append(Group(group_id=group, rollouts=tuple(members)))
+        problem = Problem(data_source="made", ground_truth=f"{text}\n#### {group}")
+        groups.append(Group(group_id=group, rollouts=tuple(members), problem=problem))
     return groups
 
 

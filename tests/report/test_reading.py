@@ -168,6 +168,16 @@ def test_samples_have_the_text_of_every_token_and_mark_where_a_version_turns(tmp
     assert first.versions == "3 to 4" and first.total == pytest.approx(sum(token.logp for token in first.tokens))
     assert {sample.reward for sample in groups[0]} == {0.0, 1.0}, "the group that teaches something comes first"
     assert groups[1][1].reward is None
+    assert groups[0][0].truth.endswith("#### 0") and "\n" not in groups[0][0].truth
+
+
+def test_each_of_several_rewards_has_a_line(tmp_path):
+    def two(step, metrics):
+        metrics |= {"rollout/reward/exact": step / 10, "rollout/reward/brief": 1.0}
+
+    (chart,) = [c for c in charts([read_run(write_run(tmp_path / "run", change=two))]) if c["id"] == "rewards"]
+    assert [(s["name"], s["y"][:2]) for s in chart["series"]] == [("brief", [1.0, 1.0]), ("exact", [0.1, 0.2])]
+    assert not [c for c in charts([read_run(write_run(tmp_path / "one"))]) if c["id"] == "rewards"]
 
 
 def test_tokens_are_numbers_where_the_tokenizer_is_gone(tmp_path):

@@ -152,7 +152,7 @@ LINES: list[dict[str, Any]] = [
 
 def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """All charts that have at least one number, and for the others only their title and why they are empty."""
-    found = [*(_lines(spec, runs) for spec in LINES), *_passes(runs)]
+    found = [*(_lines(spec, runs) for spec in (*LINES, *_each_reward(runs))), *_passes(runs)]
     for i, run in enumerate(runs):
         for make in (_gradient_groups, _stages):
             found.append(make(run, i, len(runs) > 1))
@@ -184,6 +184,14 @@ def _lines(spec: dict[str, Any], runs: Sequence[Run]) -> dict[str, Any]:
         if spec["id"] == "reward":
             chart["series"] += _accuracies(run, i, len(runs))
     return chart
+
+
+def _each_reward(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The chart of the single rewards, where several were added up."""
+    keys = dict.fromkeys(key for run in runs for key in sorted(run.keys("rollout/reward/")))
+    note = "Mean of each over the rollouts of a step, before its weight."
+    chart = {"id": "rewards", "section": "learning", "title": "Each reward", "note": note, "smooth": True}
+    return [chart | {"keys": {key: key.removeprefix("rollout/reward/") for key in keys}}] if keys else []
 
 
 def _accuracies(run: Run, i: int, num_runs: int) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ MAX_PROMPT = 1200
 GROUPS, ROLLOUTS = 2, 4
 """Of each of three steps: the first, the one in the middle and the last that were kept."""
 
-COLUMNS = ("group", "sample", "prompt", "response", "reward", "tokens", "logp", "version", "finish")
+COLUMNS = ("group", "sample", "prompt", "response", "reward", "tokens", "logp", "version", "finish", "ground_truth")
+MAX_TRUTH = 120
+"""Characters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +46,8 @@ class Sample:
     left_out: int
     """Tokens beyond MAX_TOKENS."""
     reward: float | None
+    truth: str
+    """What the rewards were given as the label; empty where the record does not say."""
     finish: str
     versions: str
     total: float | None
@@ -114,10 +119,23 @@ def _sample(step: int, row: dict[str, Any], text_of: Callable[[Sequence[int]], l
         tokens=tuple(tokens),
         left_out=max(0, len(ids) - MAX_TOKENS),
         reward=row.get("reward"),
+        truth=_truth(row.get("ground_truth")),
         finish=str(row.get("finish") or "unknown"),
         versions=span,
         total=math.fsum(logp) if complete else None,
     )
+
+
+def _truth(text: Any) -> str:
+    """The label that a rollout file has as JSON, on one line. A solution counts by its end, where the answer stands."""
+    if not isinstance(text, str):
+        return ""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = text
+    line = " ".join(str(found).split()).encode(errors="replace").decode()
+    return line if len(line) <= MAX_TRUTH else "… " + line[-MAX_TRUTH:]
 
 
 def _level(logp: float | None) -> int:

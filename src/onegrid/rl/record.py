@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+import onegrid
 from onegrid.errors import CheckpointError, ConfigError, NonFiniteError
 from onegrid.rl.stored_rollouts import file_name, table_of
 from onegrid.types import Group
@@ -228,8 +229,8 @@ def check_whole(folder: Path, num_steps: int) -> None:
 
 def versions() -> dict[str, str]:
     """What the bits of a run can depend on: libraries, interpreter, device kind, instruction set, threads."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
-    for name in ("onegrid", "torch", "numpy", "safetensors", "pyarrow", "tokenizers", "reasoning-gym", "transformers"):
+    found = {"python": platform.python_version(), "platform": platform.platform(), "onegrid": onegrid.__version__}
+    for name in ("torch", "numpy", "safetensors", "pyarrow", "tokenizers", "reasoning-gym", "transformers"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
