@@ -106,7 +106,9 @@ def decode_vllm(options: argparse.Namespace, preset: str, ready: Ready) -> dict[
     sizes = options.sizes
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(told))
-        memory = {"kv_cache_memory_bytes": 1 << 30} if options.device == "cpu" else {"gpu_memory_utilization": 0.4}
+        # Room for every sequence, said in bytes, so that it does not matter what else is on the device meanwhile.
+        memory: dict[str, Any] = {"kv_cache_memory_bytes": (1 if options.device == "cpu" else 24) << 30}
+        memory |= {} if options.device == "cpu" else {"gpu_memory_utilization": 0.05}
         llm = vllm.LLM(
             model=folder,
             skip_tokenizer_init=True,
@@ -156,9 +158,11 @@ def update_vllm(options: argparse.Namespace, preset: str, ready: Ready) -> dict[
     plan = resolve(recipe, config, tensor_shapes(spec))
     device = torch.device(options.device)
     learner = Learner(spec, plan, random_tensors(spec, device), LearnerConfig(), device=device)
-    arguments = {} if options.device == "cpu" else {"gpu_memory_utilization": 0.08}
+    arguments = {} if options.device == "cpu" else {"gpu_memory_utilization": 0.05}
     road = "decoded" if preset == "bf16" or options.device == "cpu" else "modelopt"
-    settings = VllmConfig(road=road, allow_unknown_kernel=True, arguments=arguments)  # type: ignore[arg-type]
+    settings = VllmConfig(
+        road=road, kv_cache_bytes=1 << 29, allow_unknown_kernel=True, arguments=arguments  # type: ignore[arg-type]
+    )  # fmt: skip
     sampler = VllmSampler(spec, config, plan, settings, max_len=128, max_slots=16)
     off = ("audit",)  # it names Marlin's BF16 inputs, which a plan that a checkpoint can carry does not say
     guard = guard_of(GuardConfig(unknown="record", probe_band=100.0, off=off), learner, sampler)
