@@ -8,9 +8,11 @@ into the engine through its own reload functions, in place. What serves is then 
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +33,21 @@ from onegrid.sampler.vllm.launch import Launched, launch
 from onegrid.sampler.vllm.store import SharedStore
 from onegrid.sampler.vllm.versions import check
 from onegrid.types import Bucket, Manifest, Request, Rollout, Sampling
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _in_turn(method: Callable[Concatenate[VllmSampler, P], T]) -> Callable[Concatenate[VllmSampler, P], T]:
+    """One call after another, whatever threads they come from: an engine that loads weights while it generates fails,
+    or gives tokens of two versions under the name of one."""
+
+    @functools.wraps(method)
+    def wrapped(self: VllmSampler, *arguments: P.args, **named: P.kwargs) -> T:
+        with self._turn:
+            return method(self, *arguments, **named)
+
+    return wrapped
 
 
 class VllmSampler:
@@ -61,6 +78,7 @@ class VllmSampler:
         loaded: Snapshot | None = None,
     ) -> None:
         self.spec, self.plan, self.config = spec, plan, config
+        self._turn = threading.RLock()
         self.max_len, self.decode_text = max_len, decode_text
         self.engine_version = check(allow_unknown=config.allow_unknown_version)
         self.store = SharedStore(spec, plan)
@@ -115,6 +133,7 @@ class VllmSampler:
             formats=None,
         )
 
+    @_in_turn
     def generate(
         self, requests: Sequence[Request], on_finished: Callable[[Rollout], None] | None = None
     ) -> list[Rollout]:
@@ -137,6 +156,7 @@ class VllmSampler:
             on_finished(rollout)  # type: ignore[misc]
         return rollouts
 
+    @_in_turn
     def probe(self, prompts: Sequence[Sequence[int]], captured: bool = False) -> list[Tensor]:
         """FP32 [V] log-probabilities, at temperature 1, of the token after each prompt. Does not count as serving."""
         self._serving()
@@ -157,11 +177,13 @@ class VllmSampler:
             answers.append(logp_V)
         return answers
 
+    @_in_turn
     def describe(self) -> dict[str, Live]:
         """Every canonical tensor, from the engine's modules, kernels and storage."""
         answer = self.engine.ask("onegrid_describe", True)
         return {name: Live(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in answer.items()}
 
+    @_in_turn
     def multiply(self, key: str, x: Tensor) -> Tensor:
         """What the live kernel of one linear makes of `x` [M, K], in `x`'s dtype.
 
@@ -171,6 +193,7 @@ class VllmSampler:
             raise CapabilityError(f"{key}: experts are one kernel in vLLM, and their products cannot be asked for")
         return self.engine.multiply(key, x)
 
+    @_in_turn
     def cached_versions(self) -> set[int]:
         """Versions of the weights that made what the engine's prefix cache holds, found by asking for a known prompt.
 
@@ -190,12 +213,14 @@ class VllmSampler:
 
     def begin(self, manifest: Manifest) -> None:
         """See `Intake.begin`."""
+        self._refuse_dead()
         self.intake.begin(manifest)
 
     def receive(self, bucket: Bucket) -> None:
         """See `Intake.receive`."""
         self.intake.receive(bucket)
 
+    @_in_turn
     def commit(self, version: int) -> float | None:
         """See `Intake.commit`. Prefixes of the version before are dropped."""
         if self.asleep:
@@ -205,21 +230,25 @@ class VllmSampler:
         finally:
             self.engine.reset_prefix_cache()
 
+    @_in_turn
     def abort(self) -> None:
         """See `Intake.abort`."""
         if self.intake.abort():
             self.engine.reset_prefix_cache()
 
+    @_in_turn
     def digest(self, names: Iterable[str]) -> dict[str, int]:
         """Digests of the canonical bytes, after proof that what every kernel reads follows from them (C3, C4)."""
         return self.intake.digest(names)
 
+    @_in_turn
     def sleep(self) -> None:
         """Gives memory back as far as the engine can (sleep_level). Nothing is generated until `wake`."""
         self.engine.reset_prefix_cache()
         self.engine.sleep()
         self.asleep = True
 
+    @_in_turn
     def wake(self) -> None:
         """Serves again, after weights are back and proved to be those of `version`."""
         if self.engine.wake():
@@ -227,6 +256,7 @@ class VllmSampler:
         self.intake.verify()
         self.asleep = False
 
+    @_in_turn
     def close(self) -> None:
         """Ends the engine and gives everything back."""
         self.engine.close()
@@ -243,7 +273,12 @@ class VllmSampler:
                 f"first: {name} by {kernel}; set sampler.vllm.allow_unknown_kernel = true to serve with them"
             )
 
+    def _refuse_dead(self) -> None:
+        if self.engine.dead:
+            self.engine.reset_prefix_cache()  # says what has happened
+
     def _serving(self) -> int:
+        self._refuse_dead()
         if self.version is None or not self.intake.serving:
             raise SyncError("no version of the weights is complete and proved; synchronize first", condition="C5")
         if self.asleep:

@@ -51,6 +51,8 @@ class VllmConfig:
         if self.emulate and self.apart:
             raise ConfigError("emulate registers kernels in this process; it cannot be combined with apart")
         taken = {"model", "worker_extension_cls", "logprobs_mode", "load_format", "dtype", "quantization"}
+        if self.arguments.get("trust_remote_code"):
+            raise ConfigError("arguments.trust_remote_code is set; no code of a checkpoint is run here")
         if clash := sorted(taken & self.arguments.keys()):
             raise ConfigError(f"arguments names {', '.join(clash)}, which follow from the plan and the other keys")
         if self.arguments.get("tensor_parallel_size", 1) != 1:

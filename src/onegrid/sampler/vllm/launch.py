@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegrid.errors import CapabilityError, ConfigError
+from onegrid.errors import CapabilityError, ConfigError, SyncError
 from onegrid.model.spec import ModelSpec
 from onegrid.recipe import Plan
 from onegrid.sampler.vllm.config import VllmConfig
@@ -110,12 +110,43 @@ class Launched:
         self.engine: Any = engine
         self.config, self.folder, self.max_len, self.on_cpu = config, folder, max_len, on_cpu
         self.captures = not (config.eager or on_cpu)
+        self.dead = False
+        """The engine had a process of its own, which has ended."""
         if not config.apart:
             _HERE.append(engine)
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """Answer of the worker's method; everything that crosses is plain data."""
-        return self.engine.collective_rpc(method, args=arguments)[0]
+        with self._alive():
+            return self.engine.collective_rpc(method, args=arguments)[0]
+
+    @contextlib.contextmanager
+    def _alive(self) -> Iterator[None]:
+        """SyncError (C5) where the engine's process has ended, from then on at once."""
+        told = SyncError(
+            "the engine's process has ended, killed or out of memory, and nothing serves; start the run anew: it goes "
+            "on from its last checkpoint",
+            condition="C5",
+        )
+        if self.dead:
+            raise told
+        try:
+            yield
+        except Exception as error:  # vLLM tells it in many ways, some of them assertions
+            self.dead = self._has_ended(error)
+            if self.dead:
+                raise told from error
+            raise
+
+    def _has_ended(self, error: Exception) -> bool:
+        """Whether the process of the engine's core, or of its worker, is gone."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        core = self.engine.llm_engine.engine_core
+        executor = getattr(getattr(core, "engine_core", None), "model_executor", None)
+        resources = getattr(core, "resources", None)
+        gone = getattr(executor, "is_failed", False) or getattr(resources, "engine_dead", False)
+        return bool(gone) or isinstance(error, EngineDeadError)
 
     def complete(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Mapping[str, Any]]) -> list[Any]:
         """One output of vLLM per prompt, in their order."""
@@ -124,12 +155,15 @@ class Launched:
         if not prompts:
             return []
         try:
-            return self.engine.generate(
-                [{"prompt_token_ids": list(prompt)} for prompt in prompts],
-                [SamplingParams(detokenize=False, **p) for p in parameters],
-                use_tqdm=False,
-            )
+            with self._alive():
+                return self.engine.generate(
+                    [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+                    [SamplingParams(detokenize=False, **p) for p in parameters],
+                    use_tqdm=False,
+                )
         except BaseException as error:
+            if self.dead:
+                raise
             self._abort_all()
             if isinstance(error, Exception):
                 raise CapabilityError(f"vLLM failed while it generated: {type(error).__name__}: {error}") from error
@@ -144,7 +178,8 @@ class Launched:
 
     def reset_prefix_cache(self) -> None:
         """Asks the engine to drop its prefix cache. Whether it did is for `canary` to find out."""
-        self.engine.reset_prefix_cache()
+        with self._alive():
+            self.engine.reset_prefix_cache()
 
     def canary(self) -> bool:
         """Whether the engine finds a fixed prompt in its prefix cache; afterwards the prompt is in it."""
