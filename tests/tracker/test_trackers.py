@@ -16,7 +16,7 @@ import pytest
 from onegrid.errors import ConfigError
 from onegrid.rl.record import Record, read_metrics
 from onegrid.tracker import trackers as trackers_file
-from onegrid.tracker.config import MlflowConfig, TrackersConfig, WandbConfig
+from onegrid.tracker.config import MlflowConfig, TrackersConfig
 from onegrid.tracker.trackers import Trackers, check_installed, read_state
 
 ROOT = Path(__file__).parent.parent.parent
@@ -43,14 +43,28 @@ def numbers(step: int) -> dict[str, float]:
 
 
 def run_twice(folder: Path, config: TrackersConfig) -> None:
-    """Steps 0 to 4, the last two lost by a kill after the checkpoint of step 2, and then up to 6 in another process."""
+    """Steps 0 to 4, the last two lost by a kill after the checkpoint of step 2, and then up to 6."""
     for first, resume_step in ((0, None), (3, 2)):
-        record = Record(folder, resume_step=resume_step)
-        with Trackers(config, folder, settings=SETTINGS, past=read_metrics(folder)) as trackers:
-            record.listener = trackers.log
-            for step in range(first, 5 if first == 0 else 7):
-                record.metrics(step, values(step))
-        del record  # lets go of the lock
+        session(folder, config, first, resume_step)
+
+
+def session(folder: Path, config: TrackersConfig, first: int, resume_step: int | None) -> None:
+    """One process's part of that run."""
+    record = Record(folder, resume_step=resume_step)
+    with Trackers(config, folder, settings=SETTINGS, past=read_metrics(folder)) as trackers:
+        record.listener = trackers.log
+        for step in range(first, 5 if first == 0 else 7):
+            record.metrics(step, values(step))
+    del record  # lets go of the lock
+
+
+def python(code: str, *arguments: object, **variables: str) -> str:
+    """What a process of its own prints."""
+    env = os.environ | variables | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def offline_records(data: bytes) -> Iterator[bytes]:
@@ -94,7 +108,16 @@ def tensorboard_values(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_wandb_has_every_step_once_offline_under_one_id(tmp_path):
-    run_twice(tmp_path, TrackersConfig(use=("wandb",), wandb=WandbConfig(project="p", mode="offline")))
+    code = (
+        "import sys; from pathlib import Path; from tests.tracker.test_trackers import session\n"
+        "from onegrid.tracker.config import TrackersConfig, WandbConfig\n"
+        "config = TrackersConfig(use=('wandb',), wandb=WandbConfig(project='p', mode='offline'))\n"
+        "session(Path(sys.argv[1]), config, int(sys.argv[2]), int(sys.argv[3]) if sys.argv[3:] else None)\n"
+    )
+    # A process each, as a resume has: the library's service knows a run by its id, is told of its end without an
+    # answer, and may take the next run of that id for the one that ends.
+    python(code, tmp_path, 0)
+    python(code, tmp_path, 3, 2)
     from wandb.proto import wandb_internal_pb2
 
     found: dict[str, list[tuple[int, float]]] = {}
@@ -137,13 +160,8 @@ def test_trackio_has_every_step_once_in_one_run(tmp_path):
         "runs = s.SQLiteStorage.get_runs('onegrid')\n"
         "print(json.dumps([runs, s.SQLiteStorage.get_logs('onegrid', runs[0])]))"
     )
-    env = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True, env=env, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    line = next(line for line in reversed(done.stdout.splitlines()) if line.startswith("[["))
+    printed = python(code, tmp_path / "run", TRACKIO_DIR=str(tmp_path / "trackio"), HF_HUB_OFFLINE="1")
+    line = next(line for line in reversed(printed.splitlines()) if line.startswith("[["))
     runs, logs = json.loads(line)
     assert runs == [f"run-{read_state(tmp_path / 'run')['trackio']['run']}"]
     found = {key: [(log["step"], log[key]) for log in logs] for key in EXPECTED}
