@@ -42,6 +42,11 @@ def test_the_answer_is_the_last_one_that_is_marked_and_whole(completion, answer)
         ("+5", 5, "integer", ""),
         ("016", 16, "integer", ""),
         ("1,000", 1000, "integer", ""),
+        (r"10\,000", 10000, "integer", ""),
+        (r"1,\!234,\!567", 1234567, "integer", ""),
+        ("-1\u202f000", -1000, "integer", ""),
+        ("1{,}000", 1000, "integer", ""),
+        (r"1\,000.5 \text{ km}", Fraction(2001, 2), "decimal", "km"),
         ("12,345.50", Fraction(24691, 2), "decimal", ""),
         ("18.00", 18, "integer", ""),
         (".5", Fraction(1, 2), "decimal", ""),
@@ -67,7 +72,25 @@ def test_numbers_are_read_exactly(text, value, kind, unit):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "two", "3 4", "1,00", "1/0", "2^{10}", "pm2021", "5x", "5pi", "1e3", "5 apples and 3", "12:30", "9" * 5000],
+    [
+        "",
+        "two",
+        "3 4",
+        "1,00",
+        r"12\,5",
+        r"1,\,234",
+        r"1234\,567",
+        "1.000,5",
+        "1/0",
+        "2^{10}",
+        "pm2021",
+        "5x",
+        "5pi",
+        "1e3",
+        "5 apples and 3",
+        "12:30",
+        "9" * 5000,
+    ],
 )
 def test_what_is_not_a_number_is_not_read(text):
     assert read_number(text) is None

@@ -16,6 +16,8 @@ ANSWER = re.compile(r"(?:^|\n)[ \t*]*(?:the )?(?:final )?answer(?: is)?[ \t*]*:[
 
 _WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 _SPACES = re.compile(r"\\[!,;: ]|~|\\quad")
+_THOUSANDS = re.compile(r"(?<=[0-9])(?:,\\!|\\[,;:]|~|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
+"""A narrow space inside a number, as in 10\\,000, or the 10,\\!000 of the MATH data set."""
 _UNIT_COMMAND = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox|operatorname)\s*\{([^{}]*)\}")
 _CURRENCY = "$€£¥"
 _NUMERAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
@@ -80,13 +82,14 @@ def unboxed(text: str) -> str:
 def read_number(text: str) -> Number | None:
     """The number that a text is, with at most a unit or a currency beside it; None if it is anything else.
 
-    Reads integers, decimals, thousands separators in groups of three ("1,000"), a/b and \\frac{a}{b}, signs and
-    leading zeros. Exact: nothing is rounded. Two numbers, words before a number, powers and formulas are not read.
+    Reads integers, decimals, thousands separators between groups of three digits ("1,000", "1\\,000"), a/b and
+    \\frac{a}{b}, signs and leading zeros. Exact: nothing is rounded. Two numbers, words before a number, powers and
+    formulas are not read.
     """
     text = unboxed(text).replace("−", "-").replace("{,}", ",").replace(r"\%", "%").replace(r"\$", "$")
     if len(text) > MAX_DIGITS:
         return None
-    text = _SPACES.sub(" ", text)
+    text = _SPACES.sub(" ", _grouped(text))
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?", "°", text)
     text = _UNIT_COMMAND.sub(r" \1 ", text).strip().rstrip(".").strip()
     sign, text = ("-", text[1:].strip()) if text[:1] == "-" and text[1:].strip()[:1] in tuple(_CURRENCY) else ("", text)
@@ -108,6 +111,12 @@ def same_number(answer: Number, label: Number) -> bool:
     """Equal values; a unit counts only where both have one. Singular and plural are one unit."""
     units = (answer.unit.removesuffix("s"), label.unit.removesuffix("s"))
     return answer.value == label.value and (units[0] == units[1] or "" in units)
+
+
+def _grouped(text: str) -> str:
+    """Narrow spaces between groups of three digits as commas, unless a first group has more than three itself."""
+    with_commas = _THOUSANDS.sub(",", text)
+    return text if re.search(r"[0-9]{4},[0-9]{3}(?![0-9])", with_commas) else with_commas
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
