@@ -10,9 +10,11 @@ import contextlib
 import gc
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from onegrid.recipe import Plan
 from onegrid.sampler.vllm.config import VllmConfig
 from onegrid.sampler.vllm.wire import Quantization, quantization_of
 
+T = TypeVar("T")
 WORKER = "onegrid.sampler.vllm.worker.OnegridWorker"
 BLOCK = 32
 """Positions that share a place in the prefix cache; the smallest that vLLM's CPU kernels like."""
@@ -117,12 +120,10 @@ class Launched:
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """Answer of the worker's method; everything that crosses is plain data."""
-        with self._alive():
-            return self.engine.collective_rpc(method, args=arguments)[0]
+        return self._call(lambda: self.engine.collective_rpc(method, args=arguments)[0])
 
-    @contextlib.contextmanager
-    def _alive(self) -> Iterator[None]:
-        """SyncError (C5) where the engine's process has ended, from then on at once."""
+    def _call(self, call: Callable[[], T]) -> T:
+        """What `call` gives. SyncError (C5) where the engine's process has ended, from then on at once."""
         told = SyncError(
             "the engine's process has ended, killed or out of memory, and nothing serves; start the run anew: it goes "
             "on from its last checkpoint",
@@ -131,22 +132,33 @@ class Launched:
         if self.dead:
             raise told
         try:
-            yield
+            return self._watched(call) if self.config.apart else call()
         except Exception as error:  # vLLM tells it in many ways, some of them assertions
-            self.dead = self._has_ended(error)
+            self.dead = self._has_ended()
             if self.dead:
                 raise told from error
             raise
 
-    def _has_ended(self, error: Exception) -> bool:
-        """Whether the process of the engine's core, or of its worker, is gone."""
-        from vllm.v1.engine.exceptions import EngineDeadError
+    def _watched(self, call: Callable[[], T]) -> T:
+        """The call in a thread, until it ends or the engine does: vLLM 0.32 waits without end for a dead core."""
+        future: Future[T] = Future()
 
-        core = self.engine.llm_engine.engine_core
-        executor = getattr(getattr(core, "engine_core", None), "model_executor", None)
-        resources = getattr(core, "resources", None)
-        gone = getattr(executor, "is_failed", False) or getattr(resources, "engine_dead", False)
-        return bool(gone) or isinstance(error, EngineDeadError)
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True, name="vllm-call").start()
+        while not wait([future], timeout=1.0).done:
+            if self._has_ended():
+                raise SyncError("the engine has ended while it was asked", condition="C5")
+        return future.result()
+
+    def _has_ended(self) -> bool:
+        """Whether the process of the engine's core is gone, as vLLM has noticed."""
+        resources = getattr(self.engine.llm_engine.engine_core, "resources", None)
+        return bool(getattr(resources, "engine_dead", False))
 
     def complete(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Mapping[str, Any]]) -> list[Any]:
         """One output of vLLM per prompt, in their order."""
@@ -155,12 +167,13 @@ class Launched:
         if not prompts:
             return []
         try:
-            with self._alive():
-                return self.engine.generate(
+            return self._call(
+                lambda: self.engine.generate(
                     [{"prompt_token_ids": list(prompt)} for prompt in prompts],
                     [SamplingParams(detokenize=False, **p) for p in parameters],
                     use_tqdm=False,
                 )
+            )
         except BaseException as error:
             if self.dead:
                 raise
@@ -178,8 +191,7 @@ class Launched:
 
     def reset_prefix_cache(self) -> None:
         """Asks the engine to drop its prefix cache. Whether it did is for `canary` to find out."""
-        with self._alive():
-            self.engine.reset_prefix_cache()
+        self._call(lambda: self.engine.reset_prefix_cache())
 
     def canary(self) -> bool:
         """Whether the engine finds a fixed prompt in its prefix cache; afterwards the prompt is in it."""
