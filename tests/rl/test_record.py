@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 
 from onegrid.errors import CheckpointError, NonFiniteError
 from onegrid.rl import checkpoint
+from onegrid.rl.keep import Keeper
 from onegrid.rl.record import Incident, Record, check_whole, free_run_folder, last_run_folder, read_metrics, versions
 from onegrid.types import Group, Request, Rollout, Sampling
 from tests.bytes import assert_same_bytes
@@ -218,6 +220,20 @@ def test_a_folder_with_checkpoints_of_another_run_is_refused(tmp_path):
     checkpoint.save(tmp_path, 98, state_of(98), keep=1)
     with pytest.raises(CheckpointError, match="holds checkpoints of another run"):
         Record(tmp_path)
+
+
+def test_a_checkpoint_never_knows_more_than_the_lines_that_are_on_the_disk(tmp_path, monkeypatch):
+    """After a power cut, that is; a kill alone cannot tell."""
+    record, events = Record(tmp_path), []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: events.append(os.fstat(descriptor).st_ino))
+    save = checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", lambda *given, **named: events.append("save") or save(*given, **named))
+    record.metrics(1, {"a": 1.0})
+    Keeper(record, checkpoint.CheckpointConfig(), done=None).save(1, state_of(1))
+    lines = {(tmp_path / name).stat().st_ino for name in ("metrics.jsonl", "incidents.jsonl")}
+    state = tmp_path / "checkpoints" / "global_step_1"
+    assert set(events[: events.index("save")]) == lines
+    assert {(state / "state.pt").stat().st_ino, state.stat().st_ino, state.parent.stat().st_ino} <= set(events)
 
 
 def state_of(step: int) -> dict[str, object]:

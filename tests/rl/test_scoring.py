@@ -16,7 +16,7 @@ from onegrid.rl.tasks import Prompt
 from tests.rl.rollouts import rollout
 
 REWARDS = """
-import os, time
+import asyncio, os, time
 
 def exact(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "hang":
@@ -46,6 +46,10 @@ def wordy(data_source, solution_str, ground_truth, extra_info):
 
 async def later(completions):
     return [1.0]
+
+async def much_later(data_source, solution_str, ground_truth, extra_info):
+    await asyncio.sleep(0.001)
+    return 1.0
 
 def few(completions):
     return [1.0]
@@ -176,9 +180,13 @@ def test_case_V7_an_error_of_any_kind_is_a_short_reason(path, name, kind):
     assert verdict.reward is None and verdict.reason.startswith(kind) and len(verdict.reason) <= 200
 
 
-def test_an_async_reward_and_weights_that_are_all_0_are_refused_before_a_run_begins(path):
-    with pytest.raises(ConfigError, match=r"later' is async"):
-        Scoring(ScoringConfig(rewards=(RewardConfig(function=f"{path}:later", style="trl"),)))
+@pytest.mark.parametrize(("name", "style"), [("later", "trl"), ("much_later", "compute_score")])
+def test_a_coroutine_is_waited_for(path, name, style):
+    rewards = (RewardConfig(function=f"{path}:{name}", style=style),)
+    assert rewards_of(Scoring(ScoringConfig(rewards=rewards, workers=0)), [item("a")]) == [1.0]
+
+
+def test_weights_that_are_all_0_are_refused_before_a_run_begins(path):
     with pytest.raises(ConfigError, match="weight 0"):
         ScoringConfig(rewards=(RewardConfig(weight=0.0), RewardConfig(function=f"{path}:exact", weight=0.0)))
 

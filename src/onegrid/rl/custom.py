@@ -5,6 +5,7 @@ Free of torch, so that a scoring process starts fast.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
 import inspect
@@ -36,12 +37,14 @@ class Item:
 def compute_scores(function: Callable[..., Any], items: Sequence[Item], **settings: Any) -> list[Verdict]:
     """Verdicts by verl's `compute_score(data_source, solution_str, ground_truth, extra_info)`, one call a completion.
 
-    A number or bool is the reward, of a dictionary its "score". What it raises, NaN, Inf and None are unscorable.
+    A number or bool is the reward, of a dictionary its "score"; a coroutine is waited for. What it raises, NaN, Inf and
+    None are unscorable.
     """
     verdicts = []
     for item in items:
         try:
-            score = function(
+            score = _called(
+                function,
                 data_source=item.data_source,
                 solution_str=item.completion,
                 ground_truth=item.ground_truth,
@@ -63,7 +66,8 @@ def trl_scores(function: Callable[..., Any], items: Sequence[Item], **settings: 
 
     Completions of chats are given as `[{"role": "assistant", "content": ...}]`, those of texts as text. The columns are
     lists: those of the data set, and data_source, ground_truth, extra_info. A function without **kwargs gets the
-    arguments that it names. None says that the reward does not apply (reward None without a reason).
+    arguments that it names; completion ids and the trainer's state are not among them. A coroutine is waited for. None
+    says that the reward does not apply (reward None without a reason).
     """
     columns: dict[str, Any] = {name: [item.columns.get(name) for item in items] for name in _names(items)}
     columns |= {
@@ -77,7 +81,7 @@ def trl_scores(function: Callable[..., Any], items: Sequence[Item], **settings: 
         "extra_info": [dict(item.extra_info) for item in items],
     }
     try:
-        scores = list(function(**_accepted(function, columns), **settings))
+        scores = list(_called(function, **_accepted(function, columns), **settings))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # foreign code, as above
@@ -110,9 +114,13 @@ def load_function(path: str) -> Callable[..., Any]:
     if not callable(function):
         known = [n for n, value in vars(module).items() if inspect.isfunction(value) and not n.startswith("_")]
         raise ConfigError(f"{place} has no function {name!r}; it has {', '.join(sorted(known)) or 'none'}")
-    if inspect.iscoroutinefunction(function):
-        raise ConfigError(f"the reward function {path!r} is async; rewards are plain functions, called in processes")
     return function
+
+
+def _called(function: Callable[..., Any], **arguments: Any) -> Any:
+    """What a function gives, or what a coroutine function gives in the end."""
+    found = function(**arguments)
+    return asyncio.run(found) if inspect.iscoroutine(found) else found
 
 
 def _verdict(score: Any, who: str) -> Verdict:
