@@ -26,6 +26,15 @@ def test_a_config_alone_gives_the_plan_of_its_checkpoint(tmp_path, capsys):
     assert Plan.from_json(capsys.readouterr().out) == plan_of("mxfp8", tmp_path, backward="dequantized") != plans[0]
 
 
+def test_a_plan_is_printed_in_the_dialect_of_an_engine(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(config_of("qwen3")))
+    assert run("mxfp8", tmp_path, dialect="modelopt") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told == plan_of("mxfp8", tmp_path).to("modelopt") and "lm_head" in told["quantization_config"]["ignore"]
+    with pytest.raises(RecipeError, match="did you mean 'vllm'"):
+        run("mxfp8", tmp_path, dialect="vlm")
+
+
 def test_a_recipe_file_is_read_and_its_faults_are_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_of("qwen3")))
     recipe = tmp_path / "recipe.toml"

@@ -228,6 +228,9 @@ def test_a_target_with_something_in_it_is_only_replaced_on_purpose(tmp_path):
     with pytest.raises(WeightsError, match="is the source itself"):
         convert(tmp_path / "bf16", tmp_path / "bf16", PRESETS["bf16"], overwrite=True)
     assert files_of(tmp_path / "other") == before
-    with pytest.raises(RecipeError, match="choose one of deepseek, modelopt"):
+    with pytest.raises(
+        RecipeError,
+        match=r"no layout is given \(--layout\); layouts that hold it: modelopt, sglang, compressed-tensors",
+    ):
         convert(tmp_path / "bf16", tmp_path / "out", preset("mxfp8"))
     assert open_source(tmp_path / "bf16").declared is None

@@ -11,24 +11,30 @@ import click
 @click.argument("recipe")
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
-def plan(recipe: str, model: Path, as_json: bool) -> None:
+@click.option("--to", "dialect", help="Print, as JSON, what says the same to vllm, sglang, te, hf, modelopt, ...")
+def plan(recipe: str, model: Path, as_json: bool, dialect: str | None) -> None:
     """Print what RECIPE makes of every tensor of MODEL (a folder with config.json and safetensors).
 
     \b
     Example: onegrid plan mxfp8 configs/starts/moe
+             onegrid plan mxfp8 configs/starts/moe --to vllm
     """
     from onegrid.cli.plan import run
 
-    run(recipe, model, as_json=as_json)
+    run(recipe, model, as_json=as_json, dialect=dialect)
 
 
 @click.command()
 @click.argument("source", type=click.Path(file_okay=False, path_type=Path))
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--recipe", required=True, help="A preset or a TOML file; bf16 converts back.")
-@click.option("--layout", type=click.Choice(["modelopt", "sglang", "compressed-tensors", "deepseek"]))
+@click.option(
+    "--layout",
+    type=click.Choice(["modelopt", "sglang", "compressed-tensors", "deepseek"]),
+    help="Names and shapes of what is quantized (docs/commands.md); needed unless nothing is.",
+)
 @click.option("--shard-bytes", type=click.IntRange(min=1), default=5_000_000_000, help="A new file begins above it.")
-@click.option("--overwrite", is_flag=True, help="Replace a target that is not empty.")
+@click.option("--overwrite", is_flag=True, help="Replace the checkpoint at TARGET.")
 def convert(source: Path, target: Path, recipe: str, layout: str | None, shard_bytes: int, overwrite: bool) -> None:
     """Convert the checkpoint SOURCE to the formats of a recipe, in a published layout, into the folder TARGET.
 

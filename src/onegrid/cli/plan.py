@@ -14,16 +14,27 @@ from onegrid.model.weights import read_index
 from onegrid.recipe import Plan, Recipe, preset, recipe_from_dict, resolve
 
 
-def run(recipe: str | Path, model: Path, *, as_json: bool = False, backward: str | None = None) -> int:
+def run(
+    recipe: str | Path,
+    model: Path,
+    *,
+    as_json: bool = False,
+    backward: str | None = None,
+    dialect: str | None = None,
+) -> int:
     """Print the plan and return 0; errors are raised for the command line to show.
 
     recipe    name of a preset, or a TOML file with a [recipe] table
     model     folder of a checkpoint, or a config.json alone (then the names and shapes follow from the config)
     as_json   print JSON instead of a table
     backward  backward mode in place of the recipe's
+    dialect   print, as JSON, the plan as an engine or a layout reads it: see `Plan.to`
     """
     plan = plan_of(recipe, model, backward=backward)
-    print(plan.to_json() if as_json else plan.table())
+    if dialect is not None:
+        print(json.dumps(plan.to(dialect), indent=2))
+    else:
+        print(plan.to_json() if as_json else plan.table())
     return 0
 
 

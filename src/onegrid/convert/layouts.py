@@ -11,7 +11,7 @@ from typing import Literal
 
 from onegrid.errors import RecipeError
 from onegrid.formats import Quantizer
-from onegrid.recipe.dialects.schemes import METHODS, scheme_for
+from onegrid.recipe.dialects.schemes import METHODS, SCHEMES, scheme_for
 
 Grid = Literal["scalar", "one", "rows", "column", "blocks", "four axes"]
 
@@ -130,8 +130,24 @@ def layout_for(layout: str, weight: str, activation: str | None) -> Layout:
     """The row in which a layout ("modelopt", "sglang", ...) keeps a weight. RecipeError if it cannot."""
     if layout not in METHODS:
         raise RecipeError(f"no layout {layout!r}; layouts: {', '.join(METHODS)}")
-    scheme = scheme_for(METHODS[layout], weight, activation)
+    try:
+        scheme = scheme_for(METHODS[layout], weight, activation)
+    except RecipeError as error:
+        able = [name for name in METHODS if name != layout and _can_hold(name, weight, activation)]
+        raise RecipeError(
+            f"layout {layout!r}: {error}; layouts that can: {', '.join(able) or 'none, change the recipe'}"
+        ) from error
     return next(row for row in LAYOUTS if (row.method, row.token) == (scheme.method, scheme.token))
+
+
+def _can_hold(layout: str, weight: str, activation: str | None) -> bool:
+    rows = [s for s in SCHEMES if s.method == METHODS[layout]]
+    return any(weight in s.weights and activation in s.activations for s in rows)
+
+
+def holders(weights: dict[str, tuple[str, str | None]]) -> list[str]:
+    """Layouts that can keep all of these tensors (name -> weight and activation)."""
+    return [layout for layout in METHODS if all(_can_hold(layout, *pair) for pair in set(weights.values()))]
 
 
 def grid_shape(shape: tuple[int, ...], block: tuple[int | None, int | None]) -> tuple[int, int]:

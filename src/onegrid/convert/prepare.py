@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import equal as same
 
-from onegrid.convert.layouts import Layout, layout_for, scale_shape
+from onegrid.convert.layouts import Layout, holders, layout_for, scale_shape
 from onegrid.convert.shard_files import DTYPES, ShardFile, Slot, index_of, plan_files
 from onegrid.convert.source import Source
 from onegrid.convert.weights import check_shape
@@ -45,8 +45,10 @@ def prepare(source: Source, recipe: Recipe, layout: str | None, max_shard_bytes:
     plan = resolve(recipe, source.config, source.shapes())
     quantized = [t for t in plan.tensors.values() if t.sampler_weight is not None]
     if quantized and layout is None:
+        able = holders({t.name: (str(t.sampler_weight), t.sampler_activation) for t in quantized})
         raise RecipeError(
-            f"recipe {recipe.name!r} quantizes {len(quantized)} tensors; choose one of {', '.join(METHODS)}"
+            f"recipe {recipe.name!r} quantizes {len(quantized)} tensors, and no layout is given (--layout); "
+            f"layouts that hold it: {', '.join(able) or 'none, change the recipe'}"
         )
     rows = {t.name: layout_for(str(layout), str(t.sampler_weight), t.sampler_activation) for t in quantized}
     if any(row.one_global and QUANTIZERS[str(plan[n].sampler_weight)].span == "tensor" for n, row in rows.items()):

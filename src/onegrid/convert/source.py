@@ -153,6 +153,8 @@ def open_source(folder: Path | str) -> Source:
     the folder, names that collide, scales that are missing or unused, and RecipeError for an unknown configuration.
     """
     folder = Path(folder)
+    if not folder.is_dir():
+        raise WeightsError(f"there is no folder {folder}; a checkpoint is one, with config.json and safetensors files")
     config = read_object(folder / "config.json")
     legacy = read_object(folder / LEGACY) if (folder / LEGACY).exists() else None
     found = entries(folder)
