@@ -53,6 +53,13 @@ def test_the_version_is_printed():
     assert done.stdout.startswith("onegrid 0.")
 
 
+def test_the_package_runs_as_a_module_with_the_same_exit_codes():
+    env = {"PYTHONPATH": str(ROOT / "src"), "PATH": ""}
+    command = [sys.executable, "-m", "onegrid"]
+    assert subprocess.run([*command, "--version"], capture_output=True, env=env).returncode == 0
+    assert subprocess.run([*command, "nothing"], capture_output=True, env=env).returncode == 2
+
+
 def test_formats_prints_every_quantizer_and_its_error_on_a_tensor(tmp_path, capsys):
     import torch
     from safetensors.torch import save_file

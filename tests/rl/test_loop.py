@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 
+import pyarrow.parquet as pq
 import pytest
 
 from onegrid.cli.train import run, summary
 from onegrid.config import load_config
 from onegrid.errors import CheckpointError, ConfigError, SyncError, TaskError
 from onegrid.guard.guard import CHECKS
+from onegrid.learner.learner import Learner
 from onegrid.rl import checkpoint, loop
+from onegrid.rl.characters import CharacterTokenizer
 from onegrid.rl.record import read_metrics
+from onegrid.sampler.engine import Engine
 from tests.rl.tiny import lines_without_clocks, write_tiny_run
 
 
@@ -113,6 +117,31 @@ def test_a_resume_with_another_configuration_is_refused_by_name(whole, tmp_path)
     path, run_dir = whole
     with pytest.raises(CheckpointError, match=r"learner\.lr"):
         train(path, run_dir, "learner.lr=0.5", resume=True)
+
+
+def test_case_M12_a_run_learns_the_ids_it_sampled_whatever_their_text_would_be_encoded_to(tmp_path, monkeypatch):
+    path, sampled, learned = write_tiny_run(tmp_path), [], []
+    generate, update = Engine.generate, Learner.forward_backward
+
+    def generated(engine, requests, *rest):
+        found = generate(engine, requests, *rest)
+        sampled.extend(found)
+        return found
+
+    def updated(learner, batch, **given):
+        learned.extend(batch.sequences)
+        return update(learner, batch, **given)
+
+    monkeypatch.setattr(CharacterTokenizer, "decode", lambda self, ids: "1")  # so that no text leads back to its ids
+    monkeypatch.setattr(Engine, "generate", generated)
+    monkeypatch.setattr(Learner, "forward_backward", updated)
+    train(path, tmp_path / "run", "eval.num_problems=0", steps=1)
+    assert len(learned) == len(sampled) == 16 and len({len(r.tokens_R) for r in sampled}) > 1
+    for sequence, rollout in zip(learned, sampled, strict=True):
+        ids = [*rollout.request.prompt_tokens, *rollout.tokens_R.tolist()]
+        assert sequence.tokens_T.tolist() == ids and sequence.sampler_logp_R is rollout.logp_R
+    kept = pq.read_table(tmp_path / "run" / "rollouts" / "step_000001.parquet")
+    assert kept["tokens"].to_pylist() == [rollout.tokens_R.tolist() for rollout in sampled]
 
 
 def test_a_lost_bit_stops_the_run_before_the_update_and_leaves_an_incident(tmp_path, monkeypatch):
