@@ -148,8 +148,8 @@ def shard_amax(values: Tensor, planned: str) -> Canonical:
 
 
 def norm_rounded(bench: Bench) -> None:
-    """A norm's weight, rounded to the FP8 grid where it is read."""
-    regrid(keys_like("layers.0.input_layernorm.weight"), as_quantizer("fp8_tensor"))(bench)
+    """The last norm's weight, rounded to the FP8 grid where it is read: what it changes, logits show."""
+    regrid(keys_like("model.norm.weight"), as_quantizer("fp8_tensor"))(bench)
 
 
 def one_byte_of_one_expert(bench: Bench) -> None:
