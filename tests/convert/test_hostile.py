@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from onegrid.cli.audit import run as audit
+from onegrid.cli.inspect import run as inspect
 from onegrid.convert import shard_files
 from onegrid.convert.convert import convert
 from onegrid.convert.source import open_source
@@ -83,12 +85,12 @@ def test_an_index_that_lists_a_tensor_twice_is_refused(tmp_path):
             WeightsError,
             r"have shape \(2, 1\); fp8_128x128_fp32 has 1 x 1",
         ),
-        ({f"{LAYER}.weight_scale_inv": torch.ones(1, 1, dtype=torch.int32)}, WeightsError, "dtype torch.int32"),
+        ({f"{LAYER}.weight_scale_inv": torch.ones(1, 1, dtype=torch.int32)}, WeightsError, "dtype I32"),
         ({f"{LAYER}.weight_scale_inv": torch.full((1, 1), torch.nan)}, NonFiniteError, "1 scales of .* are NaN"),
         ({f"{LAYER}.weight_scale_inv": -torch.ones(1, 1)}, NonFiniteError, "negative"),
         ({f"{LAYER}.weight_scale_inv": torch.zeros(1, 1)}, WeightsError, "1 scales of .* are 0, and 40.. codes below"),
         ({f"{LAYER}.weight_scale_inv": torch.full((1, 1), 1e38)}, NonFiniteError, "NaN or Inf among 4096"),
-        ({f"{LAYER}.weight_scale_inv": torch.ones(1, 1).double()}, WeightsError, "dtype torch.float64"),
+        ({f"{LAYER}.weight_scale_inv": torch.ones(1, 1).double()}, WeightsError, "dtype F64"),
         ({f"{LAYER}.weight_scale_inv": torch.ones(0, 1)}, WeightsError, r"have shape \(0, 1\)"),
         ({f"{LAYER}.weight": torch.zeros(0, 64).to(torch.float8_e4m3fn)}, WeightsError, "has 0 x 1 for a weight of 0"),
         ({f"{LAYER}.weight_scale_inv": None}, WeightsError, "has no scale"),
@@ -107,7 +109,12 @@ def test_an_index_that_lists_a_tensor_twice_is_refused(tmp_path):
     ],
 )
 def test_scales_and_codes_that_cannot_be_are_refused(change, error, message, tmp_path):
-    refused(fp8_checkpoint(tmp_path / "bad", **change), error, message, tmp_path / "out")
+    folder = fp8_checkpoint(tmp_path / "bad", **change)
+    refused(folder, error, message, tmp_path / "out")
+    if any("scale" in key for key in change) and "0, and" not in message and "among 4096" not in message:
+        for read in (inspect, lambda folder: audit(folder, "fp8_block")):  # who read scales, and no codes
+            with pytest.raises(error, match=message):
+                read(folder)
 
 
 @pytest.mark.parametrize("number", [0.0, torch.inf, torch.nan, -1.0])
@@ -115,7 +122,11 @@ def test_a_global_scale_that_is_no_positive_number_is_refused(number, tmp_path):
     q = quantize(random(16, 32), QUANTIZERS["nvfp4"])
     raw = {f"{LAYER}.weight": q.codes, f"{LAYER}.weight_scale": q.scales.view(torch.float8_e4m3fn)}
     raw[f"{LAYER}.weight_scale_2"] = torch.tensor(number)
-    refused(write(tmp_path / "bad", config(NVFP4_MODELOPT), raw), NonFiniteError, "global scale", tmp_path / "out")
+    folder = write(tmp_path / "bad", config(NVFP4_MODELOPT), raw)
+    refused(folder, NonFiniteError, "global scale", tmp_path / "out")
+    for read in (inspect, lambda folder: audit(folder, "nvfp4_all")):
+        with pytest.raises(NonFiniteError, match="global scale"):
+            read(folder)
 
 
 def test_two_spellings_of_one_tensor_collide(tmp_path):

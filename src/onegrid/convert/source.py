@@ -18,7 +18,14 @@ from torch import Tensor
 
 from onegrid.convert.by_rows import dequantize_by_rows, require_finite
 from onegrid.convert.layouts import CODES, COMPANIONS, GLOBALS, INPUTS, SCALES
-from onegrid.convert.stored import is_power_of_two, quant_tensor
+from onegrid.convert.stored import (
+    SCALE_DTYPES,
+    check_scales,
+    is_power_of_two,
+    quant_tensor,
+    read_global,
+    read_scales,
+)
 from onegrid.errors import WeightsError
 from onegrid.formats import QUANTIZERS, QuantTensor
 from onegrid.model.shards import Entry, entries, open_shard, read_object
@@ -120,12 +127,19 @@ class Source:
         return number.reshape(())
 
     def stored_quantizers(self) -> dict[str, str | None]:
-        """Canonical name -> quantizer the bytes are in. Reads the scales of FP8 blocks, no codes."""
+        """Canonical name -> quantizer the bytes are in. Reads and checks all scales, no codes; errors as for `read`."""
         found = {}
         for name, weight in self.weights.items():
             found[name] = weight.quantizer
-            if weight.quantizer in _BLOCKS and weight.scales is not None:
-                found[name] = _block_quantizer(self._part(weight.scales))
+            if weight.quantizer is None or weight.scales is None:
+                continue
+            key, quantizer = weight.codes.key, QUANTIZERS[weight.quantizer]
+            rows, columns = weight.shape
+            _, values = read_scales(key, quantizer, self._part(weight.scales), (rows, columns))
+            number = None if weight.global_scale is None else self._part(weight.global_scale)
+            read_global(key, quantizer, number, weight.sense)
+            if weight.quantizer in _BLOCKS:
+                found[name] = _block_quantizer(values)
         return found
 
     def close(self) -> None:
@@ -239,6 +253,12 @@ def _linear(stem: str, leaf: str, entry: Entry, found: Mapping[str, Entry], decl
         raise WeightsError(f"{key} is in {quantizer}, which {need}; {told}")
     inputs = tuple(f"{stem}.{suffix}" for suffix in INPUTS if f"{stem}.{suffix}" in found)
     columns = entry.shape[-1] * (2 if QUANTIZERS[quantizer].fmt.bits == 4 else 1) if entry.shape else 0
+    scale, kind = found[scales[0]], SCALE_DTYPES[QUANTIZERS[quantizer].scale]
+    if scale.dtype not in kind:
+        raise WeightsError(
+            f"the scales of {key} have dtype {scale.dtype}; those of {quantizer} are {' or '.join(kind)}"
+        )
+    check_scales(key, QUANTIZERS[quantizer], scale.shape, (entry.shape[0], columns))
     return Weight(
         name,
         (*entry.shape[:-1], columns),

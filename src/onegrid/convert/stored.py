@@ -45,8 +45,8 @@ def quant_tensor(
         num_nan = int(((raw & 0x7F) == 0x7F).sum())
         if num_nan:
             raise NonFiniteError(f"{name} has {num_nan} NaN codes among {raw.numel()}")
-    grid, values = _grid(name, quantizer, scales, shape)
-    amax, factor = _global(name, quantizer, global_scale, sense)
+    grid, values = read_scales(name, quantizer, scales, shape)
+    amax, factor = read_global(name, quantizer, global_scale, sense)
     none = torch.zeros((), dtype=torch.int64)
     q = QuantTensor(raw, grid, amax, factor, shape, quantizer, -1, Stats(none, none, none))
     if values.numel():
@@ -75,19 +75,33 @@ def _refuse_dead_blocks(name: str, q: QuantTensor) -> None:
         )
 
 
-def _grid(name: str, quantizer: Quantizer, scales: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Scales in the shape and dtype of `QuantTensor.scales`, and as FP32 numbers."""
+SCALE_DTYPES = {
+    "fp32": ("F32", "BF16", "F16", "F8_E8M0"),
+    "e8m0": ("U8", "F8_E8M0"),
+    "e4m3": ("F8_E4M3",),
+}
+"""Kind of scale -> element types of safetensors that may hold it."""
+
+
+def check_scales(name: str, quantizer: Quantizer, found: tuple[int, ...], shape: tuple[int, int]) -> None:
+    """WeightsError unless scales of this shape can belong to a weight of `shape`."""
     rows, columns = grid_shape(shape, quantizer.block)
     wanted = {(rows, columns), (rows, 1, columns, 1)}
     if columns == 1:
         wanted.add((rows,))
     if rows == columns == 1:
         wanted |= {(), (1,)}
-    if tuple(scales.shape) not in wanted:
+    if found not in wanted:
         raise WeightsError(
-            f"the scales of {name} have shape {tuple(scales.shape)}; {quantizer} has {rows} x {columns} "
+            f"the scales of {name} have shape {found}; {quantizer} has {rows} x {columns} "
             f"for a weight of {shape[0]} x {shape[1]}"
         )
+
+
+def read_scales(name: str, quantizer: Quantizer, scales: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Scales in the shape and dtype of `QuantTensor.scales`, and as FP32 numbers."""
+    check_scales(name, quantizer, tuple(scales.shape), shape)
+    rows, columns = grid_shape(shape, quantizer.block)
     if scales.dtype == torch.float8_e8m0fnu:
         scales = scales.contiguous().view(torch.uint8)
         if quantizer.scale == "fp32":
@@ -108,7 +122,9 @@ def _grid(name: str, quantizer: Quantizer, scales: Tensor, shape: tuple[int, int
     return shaped, values
 
 
-def _global(name: str, quantizer: Quantizer, number: Tensor | None, sense: str) -> tuple[Tensor | None, Tensor | None]:
+def read_global(
+    name: str, quantizer: Quantizer, number: Tensor | None, sense: str
+) -> tuple[Tensor | None, Tensor | None]:
     """Amax and decode multiplier of a global scale."""
     if not quantizer.has_amax:
         return None, None
