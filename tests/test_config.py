@@ -91,6 +91,11 @@ def test_an_override_that_cannot_be_used_says_why(path, override, message):
         load_config(path, [override])
 
 
+def test_a_mark_of_byte_order_at_the_start_changes_nothing(tmp_path):
+    (tmp_path / "run.toml").write_bytes(b"\xef\xbb\xbf" + b'model.checkpoint = "model"\r\nseed = 4\r\n')
+    assert load_config(tmp_path / "run.toml").seed == 4
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"missing\.toml"):
         load_config(tmp_path / "missing.toml")

@@ -107,7 +107,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises ConfigError for a file that cannot be read, an unknown key (with the nearest one), a type or a range.
     """
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows editors put a mark first
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the configuration {path}: {error}") from error
     except tomllib.TOMLDecodeError as error:
