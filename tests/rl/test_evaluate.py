@@ -21,10 +21,11 @@ class Sampler:
     """Answers that depend on prompt and sample alone, as those of an engine do; keeps how many were asked for."""
 
     def __init__(self):
-        self.asked = []
+        self.asked, self.sampling = [], []
 
     def generate(self, requests, finished=None):
         self.asked.append(len(requests))
+        self.sampling += [r.sampling for r in requests]
         return [
             replace(rollout(r.prompt_index, r.sample, text=str((r.prompt_index * 7 + r.sample * 3) % 5)), request=r)
             for r in requests
@@ -68,6 +69,12 @@ def test_the_numbers_are_those_of_all_answers():
     third = [1 - math.comb(n - c, 3) / math.comb(n, 3) for n, c in ways]
     assert found.pass_at[3].estimate == pytest.approx(sum(third) / 6)
     assert judged(Sampler(), threshold=0.5).pass_at[1].estimate > found.pass_at[1].estimate
+
+
+def test_the_first_answer_is_the_most_likely_one_and_the_others_are_drawn_as_in_training():
+    sampler, drawn = Sampler(), Sampling(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=8)
+    judged(sampler, num_problems=2, samples=3, sampling=drawn)
+    assert sampler.sampling == [Sampling(temperature=0.0, max_new_tokens=8)] * 2 + [drawn] * 6
 
 
 def test_without_problems_nothing_is_evaluated_and_asking_for_it_says_so():

@@ -12,6 +12,7 @@ from onegrid.cli.train import run, summary
 from onegrid.config import load_config
 from onegrid.errors import CheckpointError, ConfigError, SyncError, TaskError
 from onegrid.guard.guard import CHECKS
+from onegrid.guard.watch import Watch
 from onegrid.learner.learner import Learner
 from onegrid.rl import checkpoint, loop
 from onegrid.rl.characters import CharacterTokenizer
@@ -194,6 +195,21 @@ def test_rewards_that_never_differ_end_the_run_with_a_message(tmp_path):
     path = write_tiny_run(tmp_path)
     with pytest.raises(TaskError, match=r"for 2 steps no group had rewards that differ"):
         train(path, tmp_path / "run", "task.digits=3", "loop.max_constant_steps=2")
+
+
+def test_case_P1_steps_without_a_difference_and_charts_go_on_counting_after_a_kill(tmp_path, monkeypatch):
+    path, charts = write_tiny_run(tmp_path), []
+    never = ("task.digits=3", "loop.max_constant_steps=3")
+    killed_at(monkeypatch, 3)
+    with pytest.raises(Killed):
+        train(path, tmp_path / "run", *never, steps=9)
+    monkeypatch.undo()
+    monkeypatch.setattr(Watch, "load_state", lambda self, state: charts.append(state))
+    with pytest.raises(TaskError, match="for 3 steps no group"):
+        train(path, tmp_path / "run", *never, resume=True, steps=9)
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [0, 1, 2, 3]
+    last = checkpoint.load(tmp_path / "run" / "checkpoints" / "global_step_2")
+    assert charts == [last["charts"]] and last["constant_steps"] == 2
 
 
 def test_the_table_at_the_end_says_what_the_record_says(whole):
