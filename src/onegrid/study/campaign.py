@@ -21,7 +21,7 @@ from onegrid.guard.guard import GuardConfig, guard_of
 from onegrid.guard.injection import Bench, wrap
 from onegrid.guard.verdict import FailedChecks, Verdict
 from onegrid.rl.record import read_metrics
-from onegrid.study.pairing import AT, make_bench, run_loop
+from onegrid.study.pairing import AT, is_wide, make_bench, run_loop
 
 THOROUGH = GuardConfig(bucket_bytes=4096, linears_per_sync=1 << 10, probe_every=1, traces=True, replay_every=1)
 """Every check in full at every synchronization; in a run, some of their work takes turns."""
@@ -53,12 +53,15 @@ class Outcome:
     safe: bool = True
     """Whether a refusal left the version before serving, to the last byte, or nothing."""
     verdicts: tuple[Verdict, ...] = ()
+    wide: bool = False
+    """Whether the model was wider than the one that rows of faults speak of, so that further checks may see a fault."""
 
     @property
     def as_claimed(self) -> bool:
         """Whether the row of the fault is true."""
         fault = FAULTS[self.fault]
-        return self.fires == fault.fires and bool(self.caught_by) == bool(fault.fires) and self.changed > 0
+        fires = tuple(check for check in self.fires if not self.wide or check in fault.fires)
+        return fires == fault.fires and bool(self.caught_by) == bool(fault.fires) and self.changed > 0
 
 
 def try_fault(fault: Fault, folder: Path, *, device: str = "cpu", weights: str = "auto") -> Outcome:
@@ -76,6 +79,7 @@ def try_fault(fault: Fault, folder: Path, *, device: str = "cpu", weights: str =
         fires=fires,
         unguarded=unguarded,
         stopped_by=stopped_by,
+        wide=is_wide(weights, device),
         **run,
     )
 

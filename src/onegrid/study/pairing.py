@@ -59,6 +59,16 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+WIDE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+"""Widths that packed kernels cover."""
+
+
 class Sums(ArithmeticTask):
     """The same prompts in every step, and a reward that differs between almost any two answers.
 
@@ -79,19 +89,27 @@ def make_bench(model: str = "moe", recipe: str = "mxfp8", *, device: str = "cpu"
     """Learner with random weights and an engine that waits for them.
 
     model    of MODELS, or "adapted": "moe" with adapters on every linear
-    weights  of the sampler: see `SamplerConfig`
+    weights  of the sampler: see `SamplerConfig`; with "codes" on a GPU the model is wide enough for packed kernels
     """
     adapters = LoraConfig(rank=2, alpha=8.0) if model == "adapted" else None
     config = MODELS["moe" if adapters else model]
+    if is_wide(weights, device):
+        config = config | WIDE
     spec = ModelSpec.from_hf_config(config)
     shapes = tensor_shapes(spec)
     plan = resolve(preset(recipe), config, shapes, backward="dequantized")
     generator = torch.Generator().manual_seed(0)
-    tensors = {n: torch.randn(s, generator=generator) * 0.2 + (len(s) == 1) for n, s in shapes.items()}
+    spread = 0.2 * (BASE["hidden_size"] / spec.hidden_size) ** 0.5
+    tensors = {n: torch.randn(s, generator=generator) * spread + (len(s) == 1) for n, s in shapes.items()}
     learner = Learner(spec, plan, tensors, LearnerConfig(lr=1e-2, lora=adapters), device=device)
     live = LiveWeights(spec, plan, side="sampler", device=device, weights=weights)
     engine = Engine(live, SamplerConfig(max_slots=6, max_len=16), decode_text=CharacterTokenizer().decode)
     return Bench(learner, engine, at=AT)
+
+
+def is_wide(weights: str, device: str) -> bool:
+    """Whether the model has widths that packed kernels cover, where these read codes."""
+    return weights == "codes" and torch.device(device).type == "cuda"
 
 
 def run_loop(
