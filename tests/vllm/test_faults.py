@@ -197,6 +197,26 @@ def test_a_buffer_that_is_spoiled_on_reload_is_caught(dense):
     table.copy_(kept)
 
 
+def test_a_buffer_that_the_very_first_reload_spoils_is_caught(monkeypatch):
+    load = loading.load
+    running = start("dense", "bf16", dtype="float32")
+    table = running.inside.model.model.layers[0].self_attn.rotary_emb.cos_sin_cache  # vLLM shares it between engines
+    kept = table.clone()
+
+    def spoil(inside, config):
+        load(inside, config)
+        table[5, 3] = 7.0
+
+    monkeypatch.setattr(loading, "load", spoil)
+    try:
+        with pytest.raises(SyncError, match="cos_sin_cache"):
+            running.push()
+        assert running.sampler.version is None
+    finally:
+        table.copy_(kept)
+        running.sampler.close()
+
+
 def test_a_prefix_cache_that_outlives_an_update_is_caught(dense, monkeypatch):
     dense.sampler.cached_versions()
     before = dense.sampler.version

@@ -39,7 +39,7 @@ ROUNDINGS = 2.0**-6
 
 @dataclass
 class Inside:
-    """A live model with what it was given. `kept` and `addresses` are filled by `remember`."""
+    """A live model with what it was given. `kept` is noted at the start, `addresses` after the first load."""
 
     model: nn.Module
     tensors: dict[str, Canonical]

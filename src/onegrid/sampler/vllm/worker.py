@@ -39,6 +39,7 @@ class OnegridWorker:
         from onegrid.sampler.vllm.load import settle_buffers
 
         settle_buffers(self._onegrid)
+        self._onegrid.kept = self._onegrid.others()  # before the first reload, which may spoil them as any other
 
     def onegrid_load(self) -> None:
         """Takes the canonical bytes into the model, in place."""
@@ -50,7 +51,7 @@ class OnegridWorker:
         with set_current_vllm_config(config), torch.no_grad():
             load(self._onegrid, config.model_config)
         if not self._onegrid.addresses:
-            self._onegrid.remember()
+            self._onegrid.addresses = self._onegrid.where()
 
     def onegrid_remember(self) -> None:
         """Notes addresses and buffers of an engine that has loaded its weights by itself."""
