@@ -39,6 +39,7 @@ ORDER = [
     "study",
     "report",
     "cli",
+    "__main__",
 ]
 EVERYWHERE = {"errors", "types"}
 MAY_IMPORT = {part: set(ORDER[:i]) for i, part in enumerate(ORDER)}
