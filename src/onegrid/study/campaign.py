@@ -54,14 +54,14 @@ class Outcome:
     """Whether a refusal left the version before serving, to the last byte, or nothing."""
     verdicts: tuple[Verdict, ...] = ()
     wide: bool = False
-    """Whether the model was wider than the one that rows of faults speak of, so that further checks may see a fault."""
+    """Whether the model was wider than the one that rows of faults speak of: other checks may see a fault then."""
 
     @property
     def as_claimed(self) -> bool:
         """Whether the row of the fault is true."""
         fault = FAULTS[self.fault]
-        fires = tuple(check for check in self.fires if not self.wide or check in fault.fires)
-        return fires == fault.fires and bool(self.caught_by) == bool(fault.fires) and self.changed > 0
+        caught = bool(self.caught_by) == bool(fault.fires) and self.changed > 0
+        return caught and (self.wide or self.fires == fault.fires)
 
 
 def try_fault(fault: Fault, folder: Path, *, device: str = "cpu", weights: str = "auto") -> Outcome:
