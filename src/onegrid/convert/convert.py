@@ -59,7 +59,7 @@ def convert(
     threads          weights that are worked on at a time; bytes do not depend on it
     on_tensor        called after each weight with its name, its place and the number of all
     Weights are rounded to BF16 before they are quantized, as learner and sampler do; tensors that stay unquantized keep
-    their bytes. As many weights as threads are in memory. Raises WeightsError, RecipeError and NonFiniteError before
+    their bytes. As many weights as threads, and one more, are in memory. Raises WeightsError, RecipeError and NonFiniteError before
     anything at the target changes, CheckpointError when the disk refuses.
     """
     if threads < 1 or max_shard_bytes < 1:

@@ -146,12 +146,12 @@ def write_file(
 def _produced(
     names: Iterable[str], produce: Callable[[str], Mapping[str, Tensor]], threads: int
 ) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    """Names with their tensors, in order; at most `threads` weights are in the making or waiting."""
+    """Names with their tensors, in order; at most `threads` weights and one more are in the making or waiting."""
     with ThreadPoolExecutor(threads) as pool:
         waiting: deque[tuple[str, Future[Mapping[str, Tensor]]]] = deque()
         for name in names:
             waiting.append((name, pool.submit(produce, name)))
-            if len(waiting) == threads:
+            if len(waiting) > threads:  # one is written while so many are in the making
                 done, future = waiting.popleft()
                 yield done, future.result()
         while waiting:

@@ -7,6 +7,7 @@ Numbers below the smallest normal code, which are few, are rounded as floats.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,37 +35,32 @@ def short_codes(x_MK: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor] | N
         return None
     width = quantizer.block[1] or 1
     bits_GW = x_MK.view(torch.int16).view(-1, width)
-    codes_GW = torch.empty(bits_GW.shape, dtype=torch.uint8)
-    scales: list[Tensor] = []
-    step = CHUNK_ELEMENTS // width
-    for start in range(0, len(bits_GW), step):
-        found = _fill(codes_GW[start : start + step], bits_GW[start : start + step], quantizer)
-        if found is None:
-            return None
-        scales.append(found)
-    return codes_GW.view(x_MK.shape), torch.cat(scales).view(x_MK.shape[0], -1)
-
-
-def _fill(codes_GW: Tensor, bits_GW: Tensor, quantizer: Quantizer) -> Tensor | None:
-    """Codes into `codes_GW`; the scales [G] of the definition, or None."""
-    magnitude_GW = bits_GW & 0x7FFF
-    amax_G = magnitude_GW.amax(1)
+    chunks = [slice(start, start + CHUNK_ELEMENTS // width) for start in range(0, len(bits_GW), CHUNK_ELEMENTS // width)]
+    amax_G = torch.cat([(bits_GW[rows] & 0x7FFF).amax(1) for rows in chunks])
     amax = amax_G.view(torch.bfloat16).float()
     if int(amax_G.max()) >= _LARGEST or bool(((amax < 2.0**-100) & (amax != 0)).any()):
         return None
     scaling = RULES[quantizer.rule](amax, None, quantizer, torch.bfloat16)
     exponent_G = ((scaling.decode.view(torch.int32) >> 23) - 127).clamp_(min=-110)  # what is 0 stays below normal
-    scaled_GW = magnitude_GW.sub_(exponent_G.to(torch.int16).mul_(128).unsqueeze(1))
-    low_GW = scaled_GW < _BELOW_NORMAL
+    less_G = exponent_G.to(torch.int16).mul_(128)
+    codes_GW = torch.empty(bits_GW.shape, dtype=torch.uint8)
+    for rows in chunks:
+        _fill(codes_GW[rows], bits_GW[rows], less_G[rows], scaling.encode[rows])
+    return codes_GW.view(x_MK.shape), scaling.scales.view(x_MK.shape[0], -1)
+
+
+def _fill(codes_GW: Tensor, bits_GW: Tensor, less_G: Tensor, encode_G: Tensor) -> None:
+    """Codes into `codes_GW`. less_G  what the scale takes from BF16's exponents, in BF16 bits"""
+    scaled_GW = (bits_GW & 0x7FFF).sub_(less_G.unsqueeze(1))
+    # NumPy compares and collects 16 bits several times as fast; of ordinary weights few are so small.
+    low = torch.from_numpy(np.flatnonzero(scaled_GW.numpy().ravel() < _BELOW_NORMAL))
     rounding_GW = (scaled_GW >> 4).bitwise_and_(1).add_(7 - _REBIAS)
     codes_GW.copy_(scaled_GW.add_(rounding_GW).bitwise_right_shift_(4))
-    low = low_GW.view(-1).nonzero().squeeze(1)
     if len(low):
         x_L = bits_GW.reshape(-1)[low].view(torch.bfloat16).float().abs_()
-        encode_L = scaling.encode[low // bits_GW.shape[1]]
+        encode_L = encode_G[low // bits_GW.shape[1]]
         codes_GW.view(-1)[low] = (x_L * encode_L * 2.0**9).round_().to(torch.uint8)  # at most 8, the first normal code
     codes_GW.bitwise_or_((bits_GW >> 8).bitwise_and_(0x80).to(torch.uint8))
-    return scaling.scales
 
 
 def _covers(x: Tensor, quantizer: Quantizer) -> bool:
