@@ -59,8 +59,8 @@ def convert(
     threads          weights that are worked on at a time; bytes do not depend on it
     on_tensor        called after each weight with its name, its place and the number of all
     Weights are rounded to BF16 before they are quantized, as learner and sampler do; tensors that stay unquantized keep
-    their bytes. As many weights as threads, and one more, are in memory. Raises WeightsError, RecipeError and NonFiniteError before
-    anything at the target changes, CheckpointError when the disk refuses.
+    their bytes. As many weights as threads, and one more, are in memory. Raises WeightsError, RecipeError and
+    NonFiniteError before anything at the target changes, CheckpointError when the disk refuses.
     """
     if threads < 1 or max_shard_bytes < 1:
         raise WeightsError(f"threads is {threads} and max_shard_bytes {max_shard_bytes}; both must be at least 1")

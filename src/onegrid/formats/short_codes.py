@@ -35,7 +35,8 @@ def short_codes(x_MK: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor] | N
         return None
     width = quantizer.block[1] or 1
     bits_GW = x_MK.view(torch.int16).view(-1, width)
-    chunks = [slice(start, start + CHUNK_ELEMENTS // width) for start in range(0, len(bits_GW), CHUNK_ELEMENTS // width)]
+    step = CHUNK_ELEMENTS // width
+    chunks = [slice(start, start + step) for start in range(0, len(bits_GW), step)]
     amax_G = torch.cat([(bits_GW[rows] & 0x7FFF).amax(1) for rows in chunks])
     amax = amax_G.view(torch.bfloat16).float()
     if int(amax_G.max()) >= _LARGEST or bool(((amax < 2.0**-100) & (amax != 0)).any()):
