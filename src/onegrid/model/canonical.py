@@ -52,8 +52,8 @@ def dtype_name(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def count_moved(before: Canonical, after: Tensor) -> tuple[int, int]:
-    """Elements whose code, or plain value, differs as bytes; and elements in all.
+def count_moved(before: Canonical, after: Tensor) -> tuple[Tensor, int]:
+    """Elements whose code, or plain value, differs as bytes, int64 of shape () on their device; and elements in all.
 
     after  codes or values, shape and dtype of those of `before`
     """
@@ -61,6 +61,6 @@ def count_moved(before: Canonical, after: Tensor) -> tuple[int, int]:
     count = math.prod(before.shape)
     if isinstance(before, QuantTensor) and first.numel() < count:  # two codes to a byte
         xor = first ^ after
-        return int(((xor & 15) != 0).sum() + ((xor >> 4) != 0).sum()), count
+        return ((xor & 15) != 0).sum() + ((xor >> 4) != 0).sum(), count
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[first.element_size()]
-    return int((first.view(words) != after.view(words)).sum()), count
+    return (first.view(words) != after.view(words)).sum(), count

@@ -267,6 +267,8 @@ class FaultyIntake(Intake):
             self._transaction("receive")
             lost: Piece = bucket.pieces[0]
             self._coverage[lost.name, lost.part].add(lost.offset, lost.offset + len(lost.data))
+            assert self._staged is not None  # fresh memory may hold what was lost
+            raw_bytes(self._staged[lost.name][lost.part])[lost.offset :][: len(lost.data)] = ~lost.data
             bucket = replace(bucket, pieces=bucket.pieces[1:])
         super().receive(bucket)
 

@@ -262,12 +262,14 @@ class Intake:
 
     def _moved_share(self) -> float:
         assert self._staged is not None
-        moved = total = 0
+        moved: list[Tensor] = []  # the device is waited for once
+        total = 0
         for name, staged in self._staged.items():
             after = staged["codes"] if "codes" in staged else staged["values"]
             num_moved, num = count_moved(self.store.canonical(name), after)
-            moved, total = moved + num_moved, total + num
-        return moved / max(1, total)
+            moved.append(num_moved)
+            total += num
+        return int(torch.stack(moved).sum()) / total if total else 0.0
 
     def _check_names(self, manifest: Manifest) -> None:
         live, offered = set(self.store.names()), manifest.entries.keys()
