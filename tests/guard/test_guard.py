@@ -323,3 +323,27 @@ def test_a_fallback_forgets_a_calibration_that_was_of_another_plan(tmp_path):
     )
     keep_in_bf16(pair.learner, pair.sampler, pair.guard, ["model.layers.1.self_attn.o_proj.weight"])
     assert pair.guard.sentinel.expectation is None and not pair.guard.sentinel.exact
+
+
+def test_an_engine_with_graphs_is_probed_through_one_every_time_and_without_in_turns(monkeypatch):
+    pair = Pair(probe_every=4)
+    eager, asked, astray = pair.sampler.probe, [], []
+
+    def probe(prompts, captured=False):
+        asked.append(captured)
+        return [x + 1.0 if captured and astray else x for x in eager(prompts)]
+
+    can = dataclasses.replace(pair.sampler.capabilities, captured=True)
+    monkeypatch.setattr(type(pair.sampler), "capabilities", property(lambda self: can))
+    monkeypatch.setattr(pair.sampler, "probe", probe)
+    seen = []
+    for version in range(6):
+        asked.clear()
+        pair.sync()
+        seen.append((True in asked, False in asked))
+        pair.update(version)
+    assert seen == [(True, at in (0, 4)) for at in range(6)]
+    astray.append(True)
+    with pytest.raises(FailedChecks, match="captured: log-probabilities apart"):
+        pair.sync()
+    assert pair.sampler.version == 5

@@ -22,6 +22,9 @@ from onegrid.ops.pins import TILE, round_up
 from onegrid.ops.table import PLAIN, Kernels
 
 
+EMBEDDING = "model.embed_tokens.weight"
+
+
 class Weights(Protocol):
     """What the decoder asks of the weights of either side."""
 
@@ -142,9 +145,6 @@ def decode_rows(
         routes[:] = [route_NK[:num_rows] for route_NK in routes]
     assert y is not None
     return kernels.residual_norm(x, y, weights.tensor("model.norm.weight"), spec.rms_eps)[1][:num_rows]
-
-
-EMBEDDING = "model.embed_tokens.weight"
 
 
 def head_name(spec: ModelSpec) -> str:

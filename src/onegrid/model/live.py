@@ -16,6 +16,7 @@ from torch import Tensor
 from onegrid.errors import CapabilityError, SyncError, WeightsError
 from onegrid.formats import QUANTIZERS, Quantizer, QuantTensor, quantize
 from onegrid.model.canonical import Canonical, parts_of
+from onegrid.model.decoder import EMBEDDING
 from onegrid.model.packed import PackedWeights
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.model.stacks import is_stack, stack_key, stacks
@@ -265,7 +266,7 @@ class LiveWeights:
 
     def embedded(self, tokens_N: Tensor) -> Tensor:
         """See `model.decoder.Weights`."""
-        return torch.nn.functional.embedding(tokens_N, self.tensor("model.embed_tokens.weight")).to(torch.bfloat16)
+        return torch.nn.functional.embedding(tokens_N, self.tensor(EMBEDDING)).to(torch.bfloat16)
 
     def input_operand(self, key: str, x: Tensor, dispatch: Dispatch | None = None) -> Operand:
         """The activations as `key`'s matmul reads them. Rows are quantized before they are sent to experts."""
