@@ -21,7 +21,6 @@ from onegrid.ops.grouped import Dispatch
 from onegrid.ops.pins import TILE, round_up
 from onegrid.ops.table import PLAIN, Kernels
 
-
 EMBEDDING = "model.embed_tokens.weight"
 
 
