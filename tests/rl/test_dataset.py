@@ -274,7 +274,7 @@ def test_bad_utf8_inside_parquet_names_its_row(tmp_path):
         (b"", "a.parquet", "is no parquet file"),
         (b"PAR1 and then nothing", "a.parquet", "is no parquet file"),
         (b"{}", "a.csv", r"must end in \.parquet"),
-        (gzip.compress(b"{}"), "a.jsonl", "row 1 is not UTF-8.*gzip"),
+        (gzip.compress(b"{}", mtime=0), "a.jsonl", "row 1 is not UTF-8.*gzip"),
         ("{}".encode("utf-16"), "a.jsonl", "row 1 is not UTF-8.*UTF-16"),
         (b'{"a": 1}\n', "a.jsonl", r"a\.jsonl, row 1 has no 'prompt'; it has a; set input_key"),
         (b'{"Prompt": "1"}\n', "a.jsonl", "did you mean 'Prompt'"),
