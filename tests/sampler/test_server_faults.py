@@ -108,7 +108,7 @@ def test_of_two_clients_that_update_at_once_the_second_is_refused_and_the_first_
 
 
 def test_a_client_that_vanishes_after_its_commit_loses_the_version_it_never_accepted():
-    limits = Limits(update_seconds=0.3)
+    limits = Limits(update_seconds=1.2)
     with (
         serving(engine_of("dense", "mxfp8"), PLAN.digest, limits=limits) as url,
         connected(url, PLAN.digest) as gone,
@@ -116,7 +116,7 @@ def test_a_client_that_vanishes_after_its_commit_loses_the_version_it_never_acce
     ):
         before = tokens_of(other)
         push(snapshot(1), gone)  # and no word after it
-        time.sleep(0.5)
+        time.sleep(1.5)
         assert other.version == 0 and tokens_of(other) == before
         push(snapshot(1, seed=2), other)
         assert other.version == 1
