@@ -13,7 +13,7 @@ Only integers are added, modulo 2^64, so the order does not matter, and every de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -30,6 +30,8 @@ CHUNK = 1 << 14
 PAIRS = CHUNK // 8
 GROUP = 64
 """Chunks that are computed together on a CPU, so that they stay in its cache."""
+TOGETHER = 1 << 11
+"""Chunks of small tensors that a GPU computes together: 32 MiB."""
 ROLES = ("values", "codes", "scales", "amax")
 """Parts of a tensor; each has its own weights, so that bytes cannot move between parts unseen."""
 
@@ -63,14 +65,14 @@ def digests(parts: Sequence[tuple[Tensor, str]]) -> list[int]:
             data_CN = torch.nn.functional.pad(data_CN, (0, -num_bytes % 8))
         for i, value in zip(group, chunk_sums(data_CN).tolist(), strict=True):
             out[i] = _chunk_weight(0, parts[i][1]) * value
-    waiting = {
-        i: _device_sums(_bytes(x), 0, role)
-        for i, (x, role) in enumerate(parts)
-        if x.nbytes > CHUNK or (x.nbytes and x.device.type != "cpu")
-    }
-    owners = [i for i, sums in waiting.items() for _ in sums]
-    for i, value in zip(owners, _to_host([x for sums in waiting.values() for x in sums]), strict=True):
-        out[i] += value
+    waiting: dict[torch.device, list[int]] = {}
+    for i, (x, _) in enumerate(parts):
+        if x.nbytes > CHUNK or (x.nbytes and x.device.type != "cpu"):
+            waiting.setdefault(x.device, []).append(i)
+    for device, owners in waiting.items():
+        pieces = [(i, parts[i][1], _bytes(parts[i][0])) for i in owners]
+        for i, value in _in_place(pieces) if device.type == "cpu" else _in_few_launches(pieces):
+            out[i] += value
     return [(value + _present(0, x.nbytes, role)) & MASK for value, (x, role) in zip(out, parts, strict=True)]
 
 
@@ -126,6 +128,65 @@ def _device_sums(data: Tensor, start: int, role: str) -> list[Tensor]:
     if tail.numel():
         out.append(chunk_sums(_padded(tail, 0)[None])[0] * _signed(_chunk_weight(first, role)))
     return out
+
+
+_Piece = tuple[int, str, Tensor]
+"""Whose bytes, in what role, from their first one on."""
+
+
+def _in_place(pieces: Sequence[_Piece]) -> Iterator[tuple[int, int]]:
+    """(whose, a number that adds to its words' share), each piece by itself: copies nothing."""
+    for owner, role, data in pieces:
+        yield owner, sum(_to_host(_device_sums(data, 0, role)))
+
+
+def _in_few_launches(pieces: Sequence[_Piece]) -> Iterator[tuple[int, int]]:
+    """The same of pieces on one device, which is waited for once.
+
+    Whole chunks of what is large have a launch of their own; small pieces and the ends of large ones are laid out in
+    rows of a chunk and go together.
+    """
+    found: list[Tensor] = []
+    owned: list[tuple[int, NDArray[np.uint64] | None]] = []
+    ends: list[tuple[int, str, int, Tensor]] = []
+    for owner, role, data in pieces:
+        whole = data.numel() // CHUNK if data.numel() // CHUNK >= GROUP else 0
+        if whole:
+            found += _device_sums(data[: whole * CHUNK], 0, role)
+            owned.append((owner, None))
+        if data.numel() > whole * CHUNK:
+            ends.append((owner, role, whole, data[whole * CHUNK :]))
+    for run in _runs(ends):
+        found.append(chunk_sums(_rows([data for *_, data in run])))
+        owned += [(owner, _chunks(first, -(-len(data) // CHUNK), role)) for owner, role, first, data in run]
+    sums = torch.cat([x.reshape(-1) for x in found]).cpu().numpy().view(np.uint64) if found else np.zeros(0, np.uint64)
+    at = 0
+    for owner, weights in owned:
+        count = 1 if weights is None else len(weights)
+        values = sums[at : at + count]
+        yield owner, int((values if weights is None else values * weights).sum())
+        at += count
+
+
+def _runs(ends: Sequence[tuple[int, str, int, Tensor]]) -> Iterator[list[tuple[int, str, int, Tensor]]]:
+    """What goes together: some TOGETHER chunks, so that what is in between stays small."""
+    run: list[tuple[int, str, int, Tensor]] = []
+    size = 0
+    for end in ends:
+        run.append(end)
+        size += -(-len(end[-1]) // CHUNK)
+        if size >= TOGETHER:
+            yield run
+            run, size = [], 0
+    if run:
+        yield run
+
+
+def _rows(pieces: Sequence[Tensor]) -> Tensor:
+    """Bytes of each piece, filled up with zeros to whole chunks: uint8 [C, CHUNK]."""
+    zeros = torch.zeros(CHUNK, dtype=torch.uint8, device=pieces[0].device)
+    laid = [x for data in pieces for x in (data, zeros[: -len(data) % CHUNK]) if len(x)]
+    return torch.cat(laid).view(-1, CHUNK)
 
 
 def _fastest(data_CN: Tensor):
