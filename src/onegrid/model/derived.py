@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,27 +18,52 @@ Parts = Sequence[tuple[Tensor, str]]
 
 def in_doubt(mine: Mapping[str, Operand], theirs: Mapping[str, Operand]) -> list[str]:
     """Keys of which the other side does not hold the same bytes in the same layout: the two prove nothing there."""
-    shared = {key for key, operand in mine.items() if key in theirs and _same(operand, theirs[key])}
-    return [key for key in {**mine, **theirs} if key not in shared]
+    alike = {key: pairs for key in mine if key in theirs and (pairs := _pairs(mine[key], theirs[key])) is not None}
+    wrong = set(unequal(alike.items()))
+    return [key for key in {**mine, **theirs} if key not in alike or key in wrong]
 
 
-def _same(one: Operand, other: Operand) -> bool:
+def _pairs(one: Operand, other: Operand) -> list[tuple[Tensor, Tensor]] | None:
+    """Tensors to compare; None where layouts differ already."""
     if one.kind != other.kind:
-        return False
-    for x, y in ((one.values, other.values), (one.row, other.row), (one.block, other.block)):
-        if x is None or y is None:
-            if x is not y:
-                return False
-        elif (x.shape, x.dtype, x.device) != (y.shape, y.dtype, y.device) or not torch.equal(_words(x), _words(y)):
-            return False
-    return True
+        return None
+    both = [(one.values, other.values), (one.row, other.row), (one.block, other.block)]
+    if any((x is None) != (y is None) for x, y in both):
+        return None
+    return [(x, y) for x, y in both if x is not None and y is not None]
 
 
-def _words(x: Tensor) -> Tensor:
+def unequal(pairs: Iterable[tuple[str, Sequence[tuple[Tensor, Tensor]]]]) -> list[str]:
+    """Names with a pair that differs in any byte, in shape, dtype or device, in the order given.
+
+    A GPU is waited for once, after the last pair, and not once a tensor. Pairs may be made one after another: none is
+    kept.
+    """
+    names: list[str] = []
+    wrong: set[str] = set()
+    waiting: list[tuple[str, Tensor]] = []
+    for name, each in pairs:
+        names.append(name)
+        for x, y in each:
+            if (x.shape, x.dtype, x.device) != (y.shape, y.dtype, y.device):
+                wrong.add(name)
+                continue
+            x, y = _words(x, y)
+            if x.device.type != "cpu":
+                waiting.append((name, (x != y).any()))
+            elif not torch.equal(x, y):
+                wrong.add(name)
+    if waiting:
+        found = torch.stack([flag for _, flag in waiting]).tolist()
+        wrong |= {name for (name, _), differs in zip(waiting, found, strict=True) if differs}
+    return [name for name in names if name in wrong]
+
+
+def _words(*tensors: Tensor) -> list[Tensor]:
     """Integers, since NaN is not equal to itself and -0 is equal to 0; wide ones, since they are compared faster."""
-    x = x.contiguous().view(-1)
-    whole = x.nbytes % 8 == 0 and x.storage_offset() * x.element_size() % 8 == 0
-    return x.view(torch.int64 if whole else torch.uint8)
+    flat = [x.contiguous().view(-1) for x in tensors]
+    whole = all(x.nbytes % 8 == 0 and x.storage_offset() * x.element_size() % 8 == 0 for x in flat)
+    return [x.view(torch.int64 if whole else torch.uint8) for x in flat]
 
 
 def canonical_parts(canonical: Canonical) -> Parts:

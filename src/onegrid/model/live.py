@@ -17,6 +17,7 @@ from onegrid.errors import CapabilityError, SyncError, WeightsError
 from onegrid.formats import QUANTIZERS, Quantizer, QuantTensor, quantize
 from onegrid.model.canonical import Canonical, parts_of
 from onegrid.model.decoder import EMBEDDING
+from onegrid.model.derived import unequal
 from onegrid.model.packed import PackedWeights
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.model.stacks import is_stack, stack_key, stacks
@@ -238,17 +239,10 @@ class LiveWeights:
         keys  None for all. Where there is another side in this process, comparing with it is cheaper.
         """
         wrong: list[str] = []
-        for key in self.keys if keys is None else keys:
-            new = self._derived(key) if self.keeps_operands else None
-            if new is None:
-                continue
-            pairs = list(zip(_tensors(self.operands[key]), _tensors(new), strict=True))
-            if all(torch.equal(_as_bytes(have), _as_bytes(want)) for have, want in pairs):
-                continue
-            stacked = is_stack(key)
-            for i, name in enumerate(self.keys[key]):
-                if not stacked or any(_differs(have, want, i) for have, want in pairs):
-                    wrong.append(name)
+        for key in unequal((key, self._again(key)) for key in (self.keys if keys is None else keys)):
+            names, pairs = self.keys[key], self._again(key)
+            each = [(name, [(x[i], y[i]) for x, y in pairs]) for i, name in enumerate(names)] if is_stack(key) else []
+            wrong += unequal(each) or names  # all of them where a derivation does not even repeat
         if wrong:
             shown = ", ".join(wrong[:8]) + (f" and {len(wrong) - 8} more" if len(wrong) > 8 else "")
             raise SyncError(
@@ -256,6 +250,11 @@ class LiveWeights:
                 condition="C3",
                 tensors=tuple(wrong),
             )
+
+    def _again(self, key: str) -> list[tuple[Tensor, Tensor]]:
+        """What is kept of an operand beside what its codes give now; nothing where none is kept."""
+        new = self._derived(key) if self.keeps_operands else None
+        return [] if new is None else list(zip(_tensors(self.operands[key]), _tensors(new), strict=True))
 
     def tensor(self, name: str) -> Tensor:
         """An unquantized tensor for the decoder: the operand's values where one is kept, else BF16."""
@@ -377,11 +376,3 @@ def _owned(o: Operand) -> Operand:
     row = None if o.row is None else o.row.clone(memory_format=torch.contiguous_format)
     block = None if o.block is None else o.block.clone(memory_format=torch.contiguous_format)
     return Operand(o.values.clone(memory_format=torch.contiguous_format), o.kind, row, block)
-
-
-def _as_bytes(t: Tensor) -> Tensor:
-    return t.contiguous().view(torch.uint8)
-
-
-def _differs(have: Tensor, want: Tensor, index: int) -> bool:
-    return not torch.equal(_as_bytes(have[index]), _as_bytes(want[index]))
