@@ -18,7 +18,7 @@ from onegrid.guard.guard import CHECKS, GuardConfig, check_step, guard_of, keep_
 from onegrid.guard.inject_learner import both_sides_forget
 from onegrid.guard.injection import after_derive, after_load, wrap
 from onegrid.guard.selfcheck import linears
-from onegrid.guard.sentinel import Expectation
+from onegrid.guard.sentinel import WATCHED, Expectation
 from onegrid.guard.turns import due, turns
 from onegrid.guard.verdict import FailedChecks, closed, passed
 from onegrid.learner.grid_linear import Site
@@ -317,7 +317,7 @@ def test_a_transpose_that_was_not_made_again_is_seen():
 
 def test_a_fallback_forgets_a_calibration_that_was_of_another_plan(tmp_path):
     pair = Pair("tied", "fp8_tensor")
-    keys = {"mismatch/kl": 1.0}
+    keys = dict.fromkeys(WATCHED, 1.0)
     pair.guard.sentinel.expectation = Expectation(
         mean=keys, deviation=keys, model="m", plan_digest=pair.learner.plan.digest, engine="e", num_steps=20
     )

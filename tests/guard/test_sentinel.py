@@ -73,10 +73,10 @@ def test_a_healthy_chart_is_quiet_and_a_shift_is_found():
 def test_a_calibration_is_stored_with_what_it_belongs_to(tmp_path):
     path = tmp_path / "calibration.json"
     save_expectation(calibration(), path)
-    assert load_expectation(path, plan_digest="p") == calibration()
+    assert load_expectation(path, plan_digest="p", engine="e", model="m") == calibration()
     with pytest.raises(ConfigError, match="was made with plan"):
-        load_expectation(path, plan_digest="q")
+        load_expectation(path, plan_digest="q", engine="e")
     with pytest.raises(ConfigError, match="is not a calibration"):
-        load_expectation(tmp_path / "none.json", plan_digest="p")
+        load_expectation(tmp_path / "none.json", plan_digest="p", engine="e")
     with pytest.raises(ConfigError, match="at least"):
         calibrate(steps(19), model="m", plan_digest="p", engine="e")

@@ -91,6 +91,8 @@ def _recorded(
     resume: bool,
 ) -> None:
     config = plan.config
+    model = Path(config.model.checkpoint).name
+    guard = guard_of(config.guard, parts.learner, parts.sampler, model=model)  # may refuse: before anything is written
     resume_step = (state["step"] if state else -1) if resume else None
     lost = num_lines(folder / "metrics.jsonl") if resume and not state else 0
     record = Record(folder, config=config.record, resume_step=resume_step)
@@ -107,7 +109,6 @@ def _recorded(
             display.note(f"--resume: {folder} has no checkpoint, so the run begins anew{dropped}")
         for line in [*plan.plan.summary(), *([parts.task.summary()] if isinstance(parts.task, Summarizes) else [])]:
             display.note(line)
-        guard = guard_of(config.guard, parts.learner, parts.sampler)
         try:
             if config.debug.rollouts_only:
                 _sample_only(config, parts, guard, record, display, stop)

@@ -29,8 +29,9 @@ def _compare(plan: Plan, live: Mapping[str, Live]) -> Verdict:
     for name, planned in plan.tensors.items():
         if name not in live:
             continue
-        expected = _words(planned.shape, planned.sampler_weight, planned.sampler_activation)
-        found = _words(live[name].shape, live[name].format, live[name].activation or planned.sampler_activation)
+        inputs = live[name].activation
+        expected = _words(planned.shape, planned.sampler_weight or "bf16", planned.sampler_activation)
+        found = _words(live[name].shape, live[name].format, planned.sampler_activation if inputs is None else inputs)
         if expected != found:
             wrong[name] = f"{name}: planned {expected}, live {found}"
     if not (missing or extra or wrong):
@@ -49,9 +50,9 @@ def _compare(plan: Plan, live: Mapping[str, Live]) -> Verdict:
     )
 
 
-def _words(shape: tuple[int, ...], weight: str | None, activation: str | None) -> str:
+def _words(shape: tuple[int, ...], weight: str, activation: str | None) -> str:
     inputs = "" if activation in (None, "bf16") else f", inputs {activation}"
-    return f"{weight or 'bf16'} {tuple(shape)}{inputs}"
+    return f"{weight or 'no format'} {tuple(shape)}{inputs}"
 
 
 def _cause(plan: Plan, live: Mapping[str, Live], wrong: Mapping[str, str]) -> str:

@@ -46,8 +46,8 @@ def compare_bytes(
 
     doubted   keys whose operands the sampler does not hold in the same bytes; None: nobody compared
     per_sync  keys that are made again in any case
-    writes    of the call before, by key: the digest of the codes and torch's count of writes to the operand; gets those
-              of this call. None or empty: nothing is known
+    writes    of the last call that passed, by key: the digest of the codes and torch's count of writes to the operand;
+              gets those of this call if it passes. None or empty: nothing is known
     """
     return closed(CHECK, CONDITION, lambda: _compare(learner, doubted, per_sync, {} if writes is None else writes))
 
@@ -58,7 +58,8 @@ def _compare(
     live, plan = learner.live, learner.plan
     canonical = dict(zip(live.held, sums_of([canonical_parts(x) for x in live.held.values()]), strict=True))
     turn = due(list(learner.masters), version=learner.version, per_sync=per_sync)
-    forgotten = _not_written(learner, canonical, writes)
+    now = {key: (canonical[key], o.values._version) for key, o in live.operands.items()}
+    forgotten = _not_written(now, writes)
     apart = _not_merged(learner, turn)
     if apart:
         return failed(
@@ -129,20 +130,18 @@ def _compare(
             found=f"backward {sites[ignored[0]].backward!r}, ran {sorted(sites[ignored[0]].calls)}",
             cause="a backward mode that was asked for and is not the one that runs",
         )
+    writes.clear()  # not before: what was refused once must be looked at again when it is sent again
+    writes.update(now)
     return passed(CHECK, CONDITION)
 
 
-def _not_written(learner: Learner, canonical: dict[str, int], writes: dict[str, tuple[int, int]]) -> list[str]:
-    """Keys whose codes have moved since the last call and whose operand nobody has written to."""
-    now = {key: (canonical[key], o.values._version) for key, o in learner.live.operands.items()}
-    forgotten = [
+def _not_written(now: Mapping[str, tuple[int, int]], before: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Keys whose codes have moved since the last pass and whose operand nobody has written to."""
+    return [
         key
         for key, (made, count) in now.items()
-        if key in writes and writes[key][0] != made and writes[key][1] == count
+        if key in before and before[key][0] != made and before[key][1] == count
     ]
-    writes.clear()
-    writes.update(now)
-    return forgotten
 
 
 def stale_transposes(sites: Mapping[str, Site], keys: Iterable[str]) -> list[str]:

@@ -6,6 +6,8 @@ one from synchronization to synchronization, across resumes too.
 
 from __future__ import annotations
 
+import torch
+
 from onegrid.guard.verdict import Verdict, closed, could_not_tell, failed, passed
 from onegrid.sampler.base import Sampler
 from onegrid.types import Batch
@@ -34,7 +36,10 @@ def _sampler(sampler: Sampler, version: int, before: int | None) -> Verdict:
     if ask is None:
         found = "it has no cached_versions()"
         return could_not_tell(CHECK, CONDITION, expected="the versions of the sampler's caches", found=found)
-    old = sorted(set(ask()) - {version})
+    cached = ask()
+    if not isinstance(cached, set | frozenset | list | tuple) or not all(type(v) is int for v in cached):
+        return could_not_tell(CHECK, CONDITION, expected="integers, the versions of caches", found=repr(cached)[:80])
+    old = sorted(set(cached) - {version})
     if old:
         found = f"prompts of versions {old} in its cache"
         return failed(CHECK, CONDITION, expected=f"cached prompts of version {version} only", found=found, cause=_CACHE)
@@ -43,8 +48,10 @@ def _sampler(sampler: Sampler, version: int, before: int | None) -> Verdict:
 
 def fresh_tokens(batch: Batch, *, version: int) -> Verdict:
     """Before an update: every token of the batch was made by the learner's own version."""
-    if not batch.sequences:
-        return could_not_tell(CHECK, CONDITION, expected=f"tokens of version {version}", found="no tokens")
+    labels = [s.version_R for s in batch.sequences]
+    if not sum(len(v) for v in labels) or any(v.is_floating_point() or v.dtype == torch.bool for v in labels):
+        found = ", ".join(sorted({str(v.dtype) for v in labels if len(v)})) or "no tokens"
+        return could_not_tell(CHECK, CONDITION, expected=f"tokens of version {version}", found=found)
     others = {int(v) for s in batch.sequences for v in s.version_R.unique()} - {version}
     unlabelled = sum(len(s.version_R) != len(s.sampler_logp_R) for s in batch.sequences)
     if others or unlabelled:

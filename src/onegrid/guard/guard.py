@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from onegrid.guard.verdict import FailedChecks, Verdict, failed
 from onegrid.guard.watch import Watch, locate
 from onegrid.learner.learner import Learner
 from onegrid.model.canonical import Snapshot
-from onegrid.sampler.base import Sampler
+from onegrid.sampler.base import Sampler, engine_of
 from onegrid.sync import DEFAULT_BUCKET_BYTES, SyncReport, push
 from onegrid.types import Batch, Manifest
 
@@ -31,6 +31,7 @@ CHECKS = ("bytes", "audit", "digest", "storage", "selfcheck", "probe", "freshnes
 """Beside these the transaction (C5) is part of every synchronization and cannot be switched off."""
 
 Policy = Literal["stop", "resend", "bf16"]
+Unknown = Literal["stop", "record"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +43,7 @@ class GuardConfig:
     on_failure: Policy = "stop"
     """"stop" the run; "resend" once, then stop; "bf16": resend once, then keep the named tensors in BF16 on both sides
     and go on, which the record says."""
-    unknown: Literal["stop", "record"] = "stop"
+    unknown: Unknown = "stop"
     """What `could not tell` does: stop as a failure does, or only stand in the record."""
     linears_per_sync: int = 1
     """How many linears the self-check takes each time, all experts of a layer counting as one; so many storage keys
@@ -74,10 +75,13 @@ class GuardConfig:
         unknown = [name for name in self.off if name not in CHECKS]
         if unknown:
             raise ConfigError(f"off names {', '.join(unknown)}; the checks are {', '.join(CHECKS)}")
+        for name, allowed in (("on_failure", get_args(Policy)), ("unknown", get_args(Unknown))):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed are {', '.join(allowed)}")
         for name in ("linears_per_sync", "bucket_bytes", "probe_every", "replay_sequences"):
-            if getattr(self, name) < 1:
+            if not getattr(self, name) >= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.replay_every < 0:
+        if not self.replay_every >= 0:
             raise ConfigError(f"replay_every is {self.replay_every}; it must be 0 (none) or more")
         if not 0 < self.replay_band < float("inf"):
             raise ConfigError(f"replay_band is {self.replay_band}; it must be above 0 and finite")
@@ -140,15 +144,21 @@ class Guard:
         return [v for v in verdicts if not v.passed and not (lenient and v.status == "could not tell")]
 
 
-def guard_of(config: GuardConfig, learner: Learner, sampler: Sampler) -> Guard:
+def guard_of(config: GuardConfig, learner: Learner, sampler: Sampler, *, model: str | None = None) -> Guard:
     """A guard for one pairing.
 
+    model  name of the checkpoint that is trained, which a calibration must be of; None: any
     Raises ConfigError for a calibration that does not belong to it, or where the pairing is not exact, has none, and
     the configuration does not say what to do without.
     """
     expectation = None
     if config.calibration:
-        expectation = sentinel.load_expectation(Path(config.calibration), plan_digest=learner.plan.digest)
+        expectation = sentinel.load_expectation(
+            Path(config.calibration),
+            plan_digest=learner.plan.digest,
+            engine=engine_of(sampler),
+            model=model,
+        )
     exact = learner.plan.exact and sampler.capabilities.bits
     known = exact or expectation or config.replay_every
     if not (known or config.unknown == "record" or "sentinel" in config.off):

@@ -20,6 +20,8 @@ from onegrid.guard.verdict import Verdict, could_not_tell, failed, passed
 
 CHECK, CONDITION = "sentinel", "C6"
 WATCHED = ("mismatch/kl", "mismatch/k3", "mismatch/chi2_token", "mismatch/p99", "mismatch/max_abs")
+FEWEST = 20
+"""Steps of a calibration."""
 RUN_LENGTH = 100_000
 """Steps between false alarms, on average, of all watched metrics together."""
 ALLOWANCE = 0.5
@@ -38,22 +40,40 @@ class Expectation:
     num_steps: int
 
     def __post_init__(self) -> None:
-        wrong = [key for key, sd in self.deviation.items() if key not in self.mean or not 0 < sd < math.inf]
-        if wrong or not self.mean or self.mean.keys() != self.deviation.keys():
-            raise ConfigError(f"a calibration needs a mean and a positive deviation of every metric; wrong: {wrong}")
+        pairs = {key: (self.mean.get(key, math.nan), self.deviation.get(key, math.nan)) for key in WATCHED}
+        wrong = [key for key, (m, sd) in pairs.items() if not math.isfinite(m) or not 0 < sd < math.inf]
+        wrong += sorted((self.mean.keys() | self.deviation.keys()) - pairs.keys())
+        if wrong:
+            raise ConfigError(
+                f"a calibration needs a finite mean and a positive deviation of {', '.join(WATCHED)} and of no other "
+                f"metric; wrong: {', '.join(wrong)}"
+            )
+        if not self.num_steps >= FEWEST:
+            raise ConfigError(f"a calibration from {self.num_steps} steps; it needs {FEWEST} at least")
 
 
 def calibrate(lines: Sequence[Mapping[str, float]], *, model: str, plan_digest: str, engine: str) -> Expectation:
-    """From the mismatch metrics of at least 20 steps at fixed weights (learning rate 0), audit and digest green."""
-    if len(lines) < 20:
-        raise ConfigError(f"a calibration from {len(lines)} steps; it needs 20 at least")
+    """From the mismatch metrics of at least 20 steps at fixed weights (learning rate 0), audit and digest green.
+
+    A metric that was the same in every step, as a percentile of mostly equal tokens is, gets the largest deviation of
+    the others. ConfigError where none of them moved: a chart of that would see nothing.
+    """
+    if len(lines) < FEWEST:
+        raise ConfigError(f"a calibration from {len(lines)} steps; it needs {FEWEST} at least")
     mean, deviation = {}, {}
     for key in WATCHED:
-        values = [line[key] for line in lines if key in line]
-        if len(values) == len(lines):
-            mean[key] = math.fsum(values) / len(values)
-            spread = math.fsum((x - mean[key]) ** 2 for x in values) / (len(values) - 1)
-            deviation[key] = math.sqrt(spread) or abs(mean[key]) or 1.0
+        values = [line.get(key, math.nan) for line in lines]
+        mean[key] = math.fsum(values) / len(values)
+        deviation[key] = math.sqrt(math.fsum((x - mean[key]) ** 2 for x in values) / (len(values) - 1))
+    largest = max(deviation.values())
+    if largest == 0:
+        told = ", ".join(f"{key} {value:.3g}" for key, value in mean.items())
+        raise ConfigError(
+            f"all {len(lines)} steps had the same mismatch ({told}), from which no deviation follows; leave "
+            "guard.calibration out, so that an exact pairing is held to its bits and any other to a replay "
+            "(guard.replay_every)"
+        )
+    deviation = {key: value or largest for key, value in deviation.items()}
     return Expectation(
         mean=mean,
         deviation=deviation,
@@ -70,14 +90,23 @@ def save_expectation(expectation: Expectation, path: Path) -> None:
     path.write_text(json.dumps(fields, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def load_expectation(path: Path, *, plan_digest: str) -> Expectation:
-    """Raises ConfigError for a file that is none, or belongs to another plan."""
+def load_expectation(path: Path, *, plan_digest: str, engine: str, model: str | None = None) -> Expectation:
+    """Raises ConfigError for a file that is none, or belongs to another plan, engine or model.
+
+    model  None: any
+    """
     try:
         expectation = Expectation(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} is not a calibration: {error}") from error
     if expectation.plan_digest != plan_digest:
         raise ConfigError(f"{path} was made with plan {expectation.plan_digest[:12]}, this run has {plan_digest[:12]}")
+    for what, made, here in (("engine", expectation.engine, engine), ("model", expectation.model, model)):
+        if here is not None and made != here:
+            raise ConfigError(
+                f"{path} was made with {what} {made!r}, this run has {here!r}; measure again: "
+                "onegrid diagnose CHECKPOINT --calibrate FILE"
+            )
     return expectation
 
 
@@ -111,7 +140,7 @@ class Sentinel:
         """Whether there are numbers at all."""
         if not metrics:
             return could_not_tell(CHECK, CONDITION, expected="tokens to compare", found="none takes part in the loss")
-        bad = [key for key in WATCHED if not math.isfinite(metrics.get(key, 0.0))]
+        bad = [key for key in WATCHED if not math.isfinite(metrics.get(key, math.nan))]
         if bad:
             return failed(CHECK, CONDITION, expected="finite numbers", found=f"not finite: {', '.join(bad)}")
         return passed(CHECK, CONDITION)

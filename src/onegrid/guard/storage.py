@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onegrid.guard.causes import HEAD, OLD_ADDRESSES, OTHER_CACHE, TABLES
-from onegrid.guard.verdict import Verdict, closed, failed, passed, shorten
+from onegrid.guard.verdict import Verdict, closed, could_not_tell, failed, passed, shorten
 from onegrid.learner.learner import Learner
 from onegrid.model.canonical import raw_bytes
 from onegrid.ops.logprob import logits
@@ -34,6 +34,10 @@ def compare_storage(learner: Learner, sampler: Sampler) -> Verdict:
 
 
 def _compare(learner: Learner, serving: Serving) -> Verdict:
+    silent = [key for key in learner.keys if not serving.proved.get(key)]
+    if silent or len(serving.proved) != len(learner.keys):
+        found = f"addresses of {len(serving.proved)}" + (f", none of {shorten(silent)}" if silent else "")
+        return could_not_tell(CHECK, CONDITION, expected=f"addresses of {len(learner.keys)} weights", found=found)
     moved = [key for key, where in serving.read.items() if serving.proved.get(key) != where]
     if moved or serving.read.keys() != serving.proved.keys():
         names = [name for key in moved for name in learner.keys[key]]
@@ -49,9 +53,13 @@ def _compare(learner: Learner, serving: Serving) -> Verdict:
     if serving.kv_cache != wanted:
         found = f"keys and values in {serving.kv_cache}"
         return failed(CHECK, "C1", expected=f"keys and values in {wanted}", found=found, cause=OTHER_CACHE)
-    learner.reach(len(serving.tables[0]))
+    lengths = [len(table) for table in serving.tables]
+    if len(lengths) != 2 or lengths[0] != lengths[1] or not lengths[0]:
+        found = f"tables of {lengths} positions"
+        return could_not_tell(CHECK, "C3", expected="one cos and one sin for every position", found=found)
+    learner.reach(lengths[0])
     for name, mine, theirs in zip(("cos", "sin"), learner.rope, serving.tables, strict=True):
-        rows = min(len(mine), len(theirs))
+        rows = len(theirs)
         differing = (raw_bytes(mine[:rows]) != raw_bytes(theirs[:rows].contiguous().to(mine.device))).view(rows, -1)
         if bool(differing.any()):
             first = int(differing.any(-1).nonzero()[0, 0])

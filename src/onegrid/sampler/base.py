@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+import onegrid
 from onegrid.types import Bucket, Manifest, Request, Rollout
 
 
@@ -103,3 +104,8 @@ class Sampler(Protocol):
 
     def wake(self) -> None:
         """Serve again, after proof that the weights are those of `version`."""
+
+
+def engine_of(sampler: Sampler) -> str:
+    """Engine and version, as a calibration names them: what the sampler says, else the embedded one's."""
+    return str(getattr(sampler, "engine_version", f"embedded {onegrid.__version__}"))

@@ -99,6 +99,7 @@ class RemoteSampler:
         }
         for name in extras.keys() & set(status["can"]):  # checks look for what a sampler can do beside the protocol
             setattr(self, name, extras[name])
+        self.engine_version = str(status.get("engine_version", "unknown"))
         found = wire.read(Capabilities, status["capabilities"], "capabilities")
         there = status["bits_within"]
         here, keys = bits_within, sorted(set(there) | set(bits_within))

@@ -14,8 +14,8 @@ from onegrid.rl.batch import group_rollouts, make_requests, pack
 from onegrid.rl.draw import step_seed
 from onegrid.rl.loop import snapshot
 from onegrid.rl.tasks import Task
-from onegrid.sampler.base import Sampler
-from onegrid.sync import push
+from onegrid.sampler.base import Sampler, engine_of
+from onegrid.sync import manifest_of, push
 from onegrid.types import Batch, Manifest, Sampling
 
 
@@ -47,7 +47,9 @@ def measure(
         if wrong:
             raise FailedChecks(f"no calibration of a pairing that is not in order: {wrong[0].found}", wrong)
 
-    if sampler.version != learner.version:
+    if sampler.version == learner.version:
+        prove(manifest_of(held), sampler)
+    else:
         push(held, sampler, prove=prove)
     lines = []
     for step in range(num_steps):
@@ -56,5 +58,4 @@ def measure(
         logp = learner.log_probs(batch)
         lines.append(compare(logp, [s.sampler_logp_R for s in sequences], [s.mask_R for s in sequences]))
         on_step(step + 1)
-    engine = getattr(sampler, "engine_version", "embedded")
-    return calibrate(lines, model=model, plan_digest=learner.plan.digest, engine=str(engine))
+    return calibrate(lines, model=model, plan_digest=learner.plan.digest, engine=engine_of(sampler))

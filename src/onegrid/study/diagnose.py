@@ -18,6 +18,7 @@ from onegrid.types import Batch
 WEIGHTS, ACTIVATIONS, SUMS = "weights on another grid", "activations on another grid", "another order of sums"
 CACHE, ROUTING = "keys and values on another grid", "other experts"
 TRUNCATION, STALENESS = "a truncated sampling distribution", "weights of an older version"
+_ELSEWHERE = "none of these; look at temperature, seeds and tokens"
 TOGETHER = "all of the sampler's together"
 
 
@@ -47,7 +48,8 @@ class Diagnosis:
         if b.share_equal == 1:
             return [*out, "learner and sampler are one policy, to the last bit"]
         found = self.cause
-        out.append(f"cause: {found.name}" if found else "cause: none of these; look at temperature, seeds and tokens")
+        other = "none of these alone; the plan leaves it open" if self.reasons else _ELSEWHERE
+        out.append(f"cause: {found.name if found else other}")
         out += [f"  the plan says: {reason}" for reason in self.reasons]
         for c in self.causes:
             out.append(f"  {c.name:34} explains {c.explained:7.1%}, leaves {c.left.mean_abs:.3g} nats")

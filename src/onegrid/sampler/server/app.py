@@ -35,7 +35,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from onegrid.errors import CapabilityError, NonFiniteError, OnegridError, SyncError
 from onegrid.recipe import Plan
 from onegrid.sampler import wire
-from onegrid.sampler.base import Sampler
+from onegrid.sampler.base import Sampler, engine_of
 from onegrid.sampler.server.desk import Desk
 from onegrid.sampler.server.lease import Lease
 from onegrid.types import Manifest
@@ -94,6 +94,7 @@ class Service:
             "plan_digest": self.plan_digest,
             "capabilities": wire.tree(self.sampler.capabilities),
             "bits_within": self.bits_within,
+            "engine_version": engine_of(self.sampler),
             "can": [name for name in EXTRAS if hasattr(self.sampler, name)],
             "body_bytes": self.limits.body_bytes,
         }
