@@ -177,3 +177,16 @@ def test_a_sampler_that_already_has_the_version_is_proved_before_it_is_calibrate
     drawn = batches(task, pair.sampler, samples=2, seed=0, sampling=Sampling(max_new_tokens=4))
     with pytest.raises(FailedChecks, match="not in order"):
         measure(pair.learner, pair.sampler, drawn, 20, model="tied")
+
+
+def test_a_second_refusal_of_another_kind_does_not_hide_the_first():
+    pair = Pair(on_failure="resend")
+    pair.sync()
+    pair.update()
+    pair.bench.at = 1
+    FAULTS["operand_not_rebuilt"].inject(pair.bench)
+    wrap(pair.sampler, "abort", lambda original: None)
+    with pytest.raises(FailedChecks) as caught:
+        pair.sync()
+    assert [(v.check, v.condition) for v in caught.value.verdicts] == [("transaction", "C7"), ("digest", "C3")]
+    assert "the first time it was digest" in caught.value.__notes__[-1]

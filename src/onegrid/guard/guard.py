@@ -198,7 +198,7 @@ def guard_sync(learner: Learner, sampler: Sampler, guard: Guard) -> GuardReport:
     except FailedChecks as error:
         if guard.config.on_failure == "resend":
             error.add_note("this was the second time that it was sent")
-            raise
+            raise error.after(first) from first
         second = error
     try:
         names = keep_in_bf16(learner, sampler, guard, [name for v in second.verdicts for name in v.tensors])

@@ -49,6 +49,15 @@ class FailedChecks(SyncError):
         super().__init__(message, condition=first.condition, tensors=first.tensors)
         self.verdicts = tuple(verdicts)
 
+    def after(self, first: FailedChecks) -> FailedChecks:
+        """This one, with what failed the first time and is not among its own: that is where to look."""
+        seen = {(v.check, v.condition) for v in self.verdicts}
+        others = tuple(v for v in first.verdicts if (v.check, v.condition) not in seen)
+        if others:
+            self.add_note(f"the first time it was {', '.join(v.check for v in others)}: {others[0].found}")
+        self.verdicts += others
+        return self
+
 
 def passed(check: str, condition: str, *, found: str = "") -> Verdict:
     """Nothing to object to."""
