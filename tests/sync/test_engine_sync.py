@@ -8,6 +8,7 @@ import torch
 from onegrid.errors import SyncError
 from onegrid.model.canonical import raw_bytes
 from onegrid.model.live import LiveWeights
+from onegrid.sampler import intake
 from onegrid.sampler.engine import Engine, SamplerConfig
 from onegrid.sync import push
 from tests.bytes import assert_same_bytes
@@ -52,6 +53,23 @@ def test_case_W2_three_syncs_are_like_three_fresh_loads_in_one_storage(model, pr
         assert [x.data_ptr() for x in storage(engine)] == addresses
         assert engine.version == version
         assert (report.codes_changed_share is None) == (version == 0)
+
+
+@pytest.mark.parametrize(("small", "scratch"), [(0, 50), (200, 333), (1 << 20, 4000), (1 << 20, 1 << 26)])
+def test_small_parts_go_together_and_large_ones_alone_to_the_same_bytes_there_and_back(
+    small, scratch, monkeypatch, device
+):
+    monkeypatch.setattr(intake, "SMALL_BYTES", small)
+    monkeypatch.setattr(intake, "SCRATCH_BYTES", scratch)
+    spec, plan, engine = empty_engine("moe", "nvfp4_experts", device)
+    push(snapshot_of(spec, plan, 1, version=1), engine, bucket_bytes=777)
+    before = [x.clone() for x in storage(engine)]
+    snapshot = snapshot_of(spec, plan, 2, version=2)
+    push(snapshot, engine)
+    assert_same_bytes(storage(engine), storage(Engine(loaded(snapshot, spec, plan, device), engine.config, version=2)))
+    engine.abort()
+    assert engine.version == 1
+    assert_same_bytes(storage(engine), before)
 
 
 def test_case_W1_one_byte_at_a_time_into_the_engine():

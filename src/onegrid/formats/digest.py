@@ -30,8 +30,8 @@ CHUNK = 1 << 14
 PAIRS = CHUNK // 8
 GROUP = 64
 """Chunks that are computed together on a CPU, so that they stay in its cache."""
-TOGETHER = 1 << 11
-"""Chunks of small tensors that a GPU computes together: 32 MiB."""
+TOGETHER = 1 << 9
+"""Chunks of small tensors that a GPU computes together: 8 MiB, and some 32 in between."""
 ROLES = ("values", "codes", "scales", "amax")
 """Parts of a tensor; each has its own weights, so that bytes cannot move between parts unseen."""
 

@@ -6,7 +6,7 @@ captured graphs read, so the version before is at hand until the next `begin` an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn, Protocol
 
 import torch
@@ -124,11 +124,11 @@ class Intake:
         manifest = self._transaction("receive")
         if bucket.version != manifest.version:
             self._break(f"a bucket of version {bucket.version} in the transaction of {manifest.version}", ())
-        for piece in bucket.pieces:
-            self.stage(piece)
+        places = [self.place_of(piece) for piece in bucket.pieces]
+        _copy_all(places, [piece.data for piece in bucket.pieces])
 
-    def stage(self, piece: Piece) -> None:
-        """Writes one piece into staging."""
+    def place_of(self, piece: Piece) -> Tensor:
+        """Where its bytes go in staging; notes that they have come."""
         end = piece.offset + piece.data.numel()
         where = f"{piece.name} [{piece.part}] bytes {piece.offset}..{end}"
         coverage = self._coverage.get((piece.name, piece.part))
@@ -141,7 +141,7 @@ class Intake:
         if not coverage.add(piece.offset, end):
             self._break(f"{where}: arrived twice", (piece.name,))
         assert self._staged is not None
-        raw_bytes(self._staged[piece.name][piece.part])[piece.offset : end] = piece.data
+        return raw_bytes(self._staged[piece.name][piece.part])[piece.offset : end]
 
     def commit(self, version: int) -> float | None:
         """Swaps the staged version in, proves its bytes against the manifest and derives what kernels read.
@@ -232,9 +232,20 @@ class Intake:
     def swap(self) -> None:
         """Exchanges staged and live bytes, in place; allocates nothing, so that it cannot stop half way."""
         assert self._staged is not None and self._scratch is not None
+        small: list[tuple[Tensor, Tensor]] = []
+        room = len(self._scratch)
         for name, staged in self._staged.items():
             for part, live in self.store.parts(name).items():
-                _exchange(raw_bytes(live), raw_bytes(staged[part]), self._scratch)
+                one, other = raw_bytes(live), raw_bytes(staged[part])
+                if len(one) > min(SMALL_BYTES, len(self._scratch)):
+                    _exchange(one, other, self._scratch)
+                    continue
+                if len(one) > room:
+                    _exchange_all(small, self._scratch)
+                    small, room = [], len(self._scratch)
+                small.append((one, other))
+                room -= len(one)
+        _exchange_all(small, self._scratch)
 
     def derive(self) -> None:
         """Recomputes every operand."""
@@ -312,6 +323,10 @@ SCRATCH_BYTES = 1 << 26
 """Most bytes that are exchanged at once."""
 
 
+SMALL_BYTES = 1 << 21
+"""Pieces up to this size go together: of them a GPU's launches cost more than the bytes."""
+
+
 def _scratch_for(staged: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
     parts = [x for part in staged.values() for x in part.values()]
     size = max((x.numel() * x.element_size() for x in parts), default=0)
@@ -327,6 +342,29 @@ def _exchange(one: Tensor, other: Tensor, scratch: Tensor) -> None:
         kept.copy_(one[piece])
         one[piece] = other[piece]
         other[piece] = kept
+
+
+def _exchange_all(pairs: Sequence[tuple[Tensor, Tensor]], scratch: Tensor) -> None:
+    """Swaps small runs of bytes, which all have room in `scratch`, in three steps."""
+    if not pairs:
+        return
+    ones, others = ([pair[side] for pair in pairs] for side in (0, 1))
+    kept = list(scratch[: sum(map(len, ones))].split([len(one) for one in ones]))
+    for target, source in ((kept, ones), (ones, others), (others, kept)):
+        torch._foreach_copy_(target, source)
+
+
+def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies runs of bytes, small ones together."""
+    small: tuple[list[Tensor], list[Tensor]] = [], []
+    for target, source in zip(targets, sources, strict=True):
+        if 0 < len(target) <= SMALL_BYTES and target.device == source.device:
+            small[0].append(target)
+            small[1].append(source)
+        else:
+            target.copy_(source)
+    if small[0]:
+        torch._foreach_copy_(*small)
 
 
 def _shorten(names: Iterable[str], limit: int = 8) -> str:
