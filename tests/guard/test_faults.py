@@ -10,6 +10,7 @@ from onegrid.guard.guard import CHECKS
 from onegrid.study.campaign import guarded, try_fault
 from onegrid.study.corruptions import run_corruptions, run_healthy
 from onegrid.study.fault_report import markdown, problems, rows
+from onegrid.study.pairing import make_bench
 
 ONE_FOR_EACH_CHECK = {
     "audit": "activations_floor",
@@ -78,3 +79,16 @@ def test_a_healthy_run_of_synchronizations_has_no_alarm():
     page = markdown("onegrid faults", [], None, tally)
     assert "0 false alarms in 4" in page
     assert rows([], None, tally)[0]["is_fault"] is False
+
+
+@pytest.mark.parametrize("name", ["scales_stay_zero", "scales_stay_nan"])
+def test_scales_that_are_never_written_are_named(name, tmp_path):
+    found = guarded(FAULTS[name], tmp_path)
+    assert found["changed"] > 0 and (found["caught_by"], found["named_right"], found["safe"]) == ("digest", True, True)
+
+
+def test_every_fault_finds_the_place_that_it_changes():
+    for f in FAULTS.values():
+        bench = make_bench(f.model, f.preset)
+        f.inject(bench)
+        assert bench.happened == 0

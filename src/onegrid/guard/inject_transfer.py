@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from onegrid.guard.inject_grid import WORD
 from onegrid.guard.injection import Bench, last_expert, moved, put_back, wrap
@@ -99,13 +100,15 @@ def scales_never_sent(fill: int) -> Callable[[Bench], None]:
     """The scales of a class of layers are never written, hold one byte everywhere, and the loader counts them."""
 
     def inject(bench: Bench) -> None:
-        def stage(original: Callable[[Piece], None], piece: Piece) -> None:
-            original(piece)
-            if bench.armed and piece.part == "scales" and piece.name.endswith("down_proj.weight"):
-                raw_bytes(bench.intake.old(piece.name)["scales"])[piece.offset :][: len(piece.data)] = fill
-                bench.touch([piece.name])
+        def place_of(original: Callable[[Piece], Tensor], piece: Piece) -> Tensor:
+            place = original(piece)
+            if not (bench.armed and piece.part == "scales" and piece.name.endswith("down_proj.weight")):
+                return place
+            place.fill_(fill)
+            bench.touch([piece.name])
+            return torch.empty_like(place)  # where the bytes go instead
 
-        wrap(bench.intake, "stage", stage)
+        wrap(bench.intake, "place_of", place_of)
 
     return inject
 

@@ -97,11 +97,11 @@ class RemoteSampler:
             "adopt": self._adopt,
             "cached_versions": self._cached_versions,
         }
-        for name in extras.keys() & set(status["can"]):  # checks look for what a sampler can do beside the protocol
+        for name in extras.keys() & set(_told(status, "can", list)):  # checks look for what a sampler can do besides
             setattr(self, name, extras[name])
         self.engine_version = str(status.get("engine_version", "unknown"))
-        found = wire.read(Capabilities, status["capabilities"], "capabilities")
-        there = status["bits_within"]
+        found = wire.read(Capabilities, _told(status, "capabilities", dict), "capabilities")
+        there = _told(status, "bits_within", dict)
         here, keys = bits_within, sorted(set(there) | set(bits_within))
         other = [f"{k}: {there.get(k)} there, {here.get(k)} here" for k in keys if there.get(k) != here.get(k)]
         if found.bits and other:
@@ -116,8 +116,8 @@ class RemoteSampler:
     @property
     def version(self) -> int | None:
         """Version that serves."""
-        version = self._status()["version"]
-        return None if version is None else int(version)
+        status = self._status()
+        return None if status.get("version", 0) is None else _told(status, "version", int)
 
     def describe(self) -> dict[str, Live]:
         """Every canonical tensor, from live storage there."""
@@ -144,8 +144,11 @@ class RemoteSampler:
 
     def commit(self, version: int) -> float | None:
         """Makes the staged version live there."""
-        share = self._json(self._post("commit", {"version": version})).get("share")
-        return None if share is None else float(share)
+        answer = self._json(self._post("commit", {"version": version}))
+        share = None if answer.get("share") is None else float(_told(answer, "share", float, int))
+        if share is not None and not 0 <= share <= 1:
+            raise wire.WireError(f"the share that a commit moved is {share}; it must be within 0 and 1")
+        return share
 
     def abort(self) -> None:
         """Drops what this client has sent."""
@@ -192,7 +195,10 @@ class RemoteSampler:
 
     def _cached_versions(self) -> set[int]:
         """Versions of the weights that made what is cached there."""
-        return {int(v) for v in self._get("cached_versions")["versions"]}
+        versions = _told(self._get("cached_versions"), "versions", list)
+        if not all(type(v) is int for v in versions):
+            raise wire.WireError(f"the versions cached at {self.url} are no integers: {versions!r:.80}")
+        return set(versions)
 
     def _adopt(self, plan: Plan) -> None:
         """Goes over to another plan; nothing serves until the next commit."""
@@ -244,6 +250,15 @@ class RemoteSampler:
         return found
 
 
+def _told(answer: Mapping[str, Any], name: str, *kinds: type) -> Any:
+    """A field of an answer. WireError where it is missing or of another kind."""
+    value = answer.get(name)
+    if type(value) not in kinds:
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise wire.WireError(f"{name!r} in the sampler's answer must be {wanted}, not {value!r:.60}")
+    return value
+
+
 def _refused(url: str, name: str, answer: Any) -> OnegridError:
     """The error that the server raised, with its own type where it is one of ours."""
     try:
@@ -253,7 +268,9 @@ def _refused(url: str, name: str, answer: Any) -> OnegridError:
         kind, message, told = "", answer.text[:200], {}
     message = f"{url} refused {name} ({answer.status_code}): {message}"
     if kind == "SyncError":
-        return SyncError(message, condition=str(told.get("condition", "C5")), tensors=tuple(told.get("tensors", ())))
+        tensors = told.get("tensors")
+        names = tuple(map(str, tensors)) if isinstance(tensors, list) else ()
+        return SyncError(message, condition=str(told.get("condition", "C5")), tensors=names)
     if kind in ("", "Unauthorized") or answer.status_code in (413, 415):
         return SyncError(message, condition="C5")
     found = getattr(errors, kind, CapabilityError)
