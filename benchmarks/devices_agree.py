@@ -8,6 +8,7 @@ FP32 sums of NVFP4 and MXFP4 matmuls of ordinary data, K = 4096, before any fact
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -28,6 +29,9 @@ OWN = list(QUANTIZERS)[:20]
 
 def main() -> None:
     """Prints what differs."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("no GPU here to compare with this CPU")
     pin("cuda")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     compared = different = 0

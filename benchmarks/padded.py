@@ -9,9 +9,9 @@ BF16 once more, so log-probabilities move by about that.
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,11 @@ def padded(tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], hidde
 
 def main() -> None:
     """Reads one folder and writes the other."""
-    source, target = Path(sys.argv[1]), Path(sys.argv[2])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("target", type=Path)
+    args = parser.parse_args()
+    source, target = args.checkpoint, args.target
     config = json.loads((source / "config.json").read_text())
     config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     wide = widened(config)

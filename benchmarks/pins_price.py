@@ -20,11 +20,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import triton
-import triton.language as tl
-
 PROMPT, NEW, TOKENS, LEARNER_LAYERS = 128, 256, 8192, 4
-KEYS = PROMPT + NEW // 2
 
 
 def main() -> None:
@@ -75,7 +71,10 @@ def measure(arm: str, layers: int, batches: list[int]) -> dict[str, object]:
     from onegrid.ops import table
 
     if arm == "default":
-        table.TRITON = dataclasses.replace(table.TRITON, slots=stock_slots)
+        from stock_decode import stock_slots  # beside this script
+
+        slots = partial(stock_slots, num_keys=PROMPT + NEW // 2)
+        table.TRITON = dataclasses.replace(table.TRITON, slots=slots)
     from onegrid.learner.config import LearnerConfig
     from onegrid.learner.learner import Learner
     from onegrid.study import bench
@@ -99,31 +98,6 @@ def measure(arm: str, layers: int, batches: list[int]) -> dict[str, object]:
     took = bench.seconds(partial(learner.forward_backward, batch), device, repeats=3, warmups=1)
     out[f"learner's forward and backward, {num} tokens, {LEARNER_LAYERS} layers"] = took * 1e3
     return out
-
-
-def stock_slots(q_NHD, k_NGD, v_NGD, keys_SGLD, values_SGLD, position_N):
-    """`packed_attention.triton_slots` with the library's attention over the first KEYS keys, whatever the position."""
-    import torch
-
-    rows, groups, width = k_NGD.shape
-    _store[(rows, groups)](
-        k_NGD, v_NGD, keys_SGLD, values_SGLD, position_N, k_NGD.stride(0), v_NGD.stride(0), *keys_SGLD.stride()[:3],
-        WIDTH=width, num_warps=1,
-    )  # fmt: skip
-    out = torch.nn.functional.scaled_dot_product_attention(
-        q_NHD.unsqueeze(2), keys_SGLD[:rows, :, :KEYS], values_SGLD[:rows, :, :KEYS], enable_gqa=True
-    )
-    return out.squeeze(2)
-
-
-@triton.jit
-def _store(k, v, keys, values, position, stride_k, stride_v, stride_s, stride_g, stride_l, WIDTH: tl.constexpr):
-    """One new key and value a slot in one kernel, as engines with a library's attention have it."""
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    d = tl.arange(0, WIDTH)
-    at = row * stride_s + group * stride_g + tl.load(position + row) * stride_l + d
-    tl.store(keys + at, tl.load(k + row * stride_k + group * WIDTH + d))
-    tl.store(values + at, tl.load(v + row * stride_v + group * WIDTH + d))
 
 
 if __name__ == "__main__":

@@ -131,10 +131,10 @@ def evaluate(
 
 
 @app.command()
-@click.argument("parts", nargs=-1, metavar="[ops|sampler|learner|sync]...")
+@click.argument("parts", nargs=-1, metavar="[ops|sampler|learner|sync|linears|host|experts]...")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
-@click.option("--model", "shape", default="tiny", show_default=True, help="Shape: tiny, qwen3-0.6b or qwen3-8b.")
-@click.option("--presets", default="bf16,mxfp8", show_default=True, help="Recipes, the first for comparison.")
+@click.option("--model", "shape", default="tiny", show_default=True, help="Shape: tiny, qwen3-0.6b, qwen3-8b, ...")
+@click.option("--presets", default="bf16,mxfp8", show_default=True, help="Recipes; bf16 first, for comparison.")
 @click.option("--batches", default="32", show_default=True, help="Sequences at once, such as 32,256.")
 @click.option("--prompt", default=128, show_default=True, help="Prompt tokens.")
 @click.option("--new", default=32, show_default=True, help="New tokens.")
@@ -156,6 +156,10 @@ def bench(
     output: Path | None,
 ) -> None:
     """Measure speed on this machine: ratios of two things in one run. All parts, if none is named.
+
+    ops: quantizers, attention and packed matmuls. sampler: decoding. learner: a micro-batch forward and backward, and
+    whether its log-probabilities are the sampler's. sync: an update with every digest. linears: those of one layer.
+    host: its time in a micro-batch. experts: a mixture in graphs. Targets are an H200's and stand only beside a GPU.
 
     \b
     Example: onegrid bench learner sync --device cpu --layers 2

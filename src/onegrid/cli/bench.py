@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -21,6 +23,8 @@ from onegrid.study.bench import Row
 from onegrid.study.parts import find_device
 
 PARTS = ("ops", "sampler", "learner", "sync", "linears", "host", "experts")
+WIDE = 200
+"""Columns of the table where no terminal says how many there are."""
 
 
 def run(
@@ -37,10 +41,11 @@ def run(
     weights: str,
     output: Path | None,
 ) -> None:
-    """Measures `parts` one after another and prints a row as soon as it is known.
+    """Measures `parts` one after another and prints a table at the end.
 
-    output  JSON file; rows of other commands that it holds already stay
-    Raises ConfigError for an unknown part or shape, or a device that is not there.
+    output  JSON file, which has a row as soon as it is known; rows of other commands that it holds already stay
+    Raises ConfigError for an unknown part or shape, a device that is not there, sizes that cannot be, and a file that
+    cannot be written or holds something else: before anything is measured.
     """
     for part in parts:
         if part not in PARTS:
@@ -51,13 +56,16 @@ def run(
     names, counts = presets.split(","), batches.split(",")
     for one in names:
         preset(one)  # for its error
-    for what, size in (*(("--batches", count) for count in counts), ("--prompt", prompt), ("--new", new)):
-        if not str(size).isdigit() or int(str(size)) < 1:
-            raise ConfigError(f"{what} is {size!r}; it must be a number of at least 1")
+    asked = [*(("--batches", count, 1) for count in counts), ("--prompt", prompt, 1), ("--new", new, 1)]
+    asked += [("--tokens", tokens, 4), ("--layers", 1 if layers is None else layers, 1)]
+    for what, size, least in asked:
+        if not str(size).isdecimal() or int(str(size)) < least:
+            raise ConfigError(f"{what} is {size!r}; it must be a number of at least {least}")
     sizes = [int(count) for count in counts]
     arms = tuple(weights.split(","))
     for arm in arms:
         SamplerConfig(weights=arm)  # for its error
+    earlier = [] if output is None else _earlier(output)
     pin(device)
     where = torch.device(device)
     cpu = f"CPU, {torch.backends.cpu.get_cpu_capability()}"
@@ -74,6 +82,8 @@ def run(
         table.add_column(column)
     rows: list[Row] = []
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDE
     for part in parts or PARTS:
         if part == "ops":
             found = bench.bench_ops(where)
@@ -95,8 +105,8 @@ def run(
             rows.append(row)
             table.add_row(*_cells(row)[: len(shown)])
             if output is not None:
-                _save(output, rows, about)
-    console.print(table, crop=False, soft_wrap=not console.is_terminal)
+                _save(output, earlier, rows, about)
+    console.print(table)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -107,7 +117,28 @@ def _cells(row: Row) -> tuple[str, ...]:
     return row.name, f"{row.ours:.4g}", row.unit, other, row.what, ratio, row.target, met, memory
 
 
-def _save(output: Path, rows: list[Row], about: dict[str, str]) -> None:
-    old = json.loads(output.read_text(encoding="utf-8")) if output.exists() else []
-    kept = [entry for entry in old if entry["command"] != about["command"]]
-    output.write_text(json.dumps([*kept, *(asdict(r) | about for r in rows)], indent=1) + "\n", encoding="utf-8")
+def _earlier(output: Path) -> list[dict[str, Any]]:
+    """Rows that a file holds. ConfigError where it holds something else, or cannot be written."""
+    try:
+        old = json.loads(output.read_text(encoding="utf-8")) if output.exists() else []
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--json {output} cannot be read as rows of earlier measurements: {error}") from error
+    if not isinstance(old, list) or not all(isinstance(entry, dict) and "command" in entry for entry in old):
+        raise ConfigError(f"--json {output} holds no list of measured rows; name a new file, or one of `onegrid bench`")
+    _write(output, old)
+    return old
+
+
+def _save(output: Path, earlier: list[dict[str, Any]], rows: list[Row], about: dict[str, str]) -> None:
+    kept = [entry for entry in earlier if entry["command"] != about["command"]]
+    _write(output, [*kept, *(asdict(r) | about for r in rows)])
+
+
+def _write(output: Path, rows: list[dict[str, Any]]) -> None:
+    """Whole or not at all. ConfigError where it cannot be written."""
+    temporary = output.with_name(f".{output.name}.partial")
+    try:
+        temporary.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, output)
+    except OSError as error:
+        raise ConfigError(f"--json {output} cannot be written: {error}") from error

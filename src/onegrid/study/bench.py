@@ -193,20 +193,25 @@ def requests(count: int, *, prompt: int, new: int, vocab: int) -> list[Request]:
 
 def bench_ops(device: torch.device) -> Iterator[Row]:
     """Quantization against a copy; decode attention against the library's."""
-    wide = (8192, 4096) if device.type == "cuda" else (512, 1024)
+    on_gpu = device.type == "cuda"
+    wide, least = ((8192, 4096), 0.85) if on_gpu else ((512, 1024), None)
     x = torch.randn(wide, device=device).to(torch.bfloat16)
     y = torch.empty_like(x)
     copy = 2 * x.nbytes / graph_seconds(partial(y.copy_, x), device)
     for name in ("mxfp8", "mxfp4", "nvfp4_row", "fp8_1x128"):
         took = graph_seconds(partial(operand, x, QUANTIZERS[name]), device)
-        moved = x.nbytes + x.numel() * (2 if device.type == "cuda" else 4)
-        yield row(f"quantize-decode {name} {wide}", moved / took / 1e12, "TB/s", copy / 1e12, "copy", least=0.85)
+        moved = x.nbytes + x.numel() * (2 if on_gpu else 4)
+        yield row(f"quantize-decode {name} {wide}", moved / took / 1e12, "TB/s", copy / 1e12, "copy", least=least)
+    for name in ("mxfp8", "mxfp4", "nvfp4", "fp8_128x128"):
+        took = seconds(partial(quantize, x, QUANTIZERS[name]), device)  # as a version is made
+        moved = x.nbytes + quantize(x, QUANTIZERS[name]).num_bytes
+        yield row(f"quantize to codes {name} {wide}", moved / took / 1e12, "TB/s", copy / 1e12, "copy", least=least)
     for name in ("mxfp8", "nvfp4", "fp8_128x128"):
         q = quantize(x, QUANTIZERS[name])
         took = graph_seconds(partial(operand_of, q), device)
-        moved = q.num_bytes + x.numel() * (2 if device.type == "cuda" else 4)
+        moved = q.num_bytes + x.numel() * (2 if on_gpu else 4)
         yield row(f"decode {name} {wide}", moved / took / 1e12, "TB/s", copy / 1e12, "copy")
-    if device.type == "cuda":
+    if on_gpu:
         yield from _packed(device)
         yield from _attention(device, copy)
 
@@ -285,7 +290,7 @@ def bench_learner(
         took = seconds(partial(learner.forward_backward, batch), device, repeats=3, warmups=1)
         if preset == "bf16":
             baseline = took
-        most = {"mxfp8": 1.1}.get(preset)
+        most = {"mxfp8": 1.1}.get(preset) if device.type == "cuda" else None
         name = f"learner {shape} {preset}, {tokens} tokens, {spec.num_layers} layers"
         yield row(name, took * 1e3, "ms", None if baseline is None else baseline * 1e3, "ours in bf16", most=most)
         del learner
@@ -294,16 +299,21 @@ def bench_learner(
 
 
 def bench_sync(shape: str, presets: list[str], device: torch.device, *, layers: int | None) -> Iterator[Row]:
-    """Snapshot, transfer, commit and proof of every tensor, on one device."""
+    """Snapshot, transfer, commit and proof of every tensor, on one device; and before that, in rows of their own, the
+    making of a version: rounding masters, quantizing, digests of codes, and the learner's operands."""
     baseline: float | None = None
+    first: float | None = None
     for preset in presets:
         spec, plan = spec_and_plan(shape, preset, layers)
         learner = Learner(spec, plan, random_tensors(spec, device), LearnerConfig(), device=device)
         sampler = engine(shape, preset, device, slots=16, max_len=64, layers=layers)
+        made = seconds(learner._quantize, device, repeats=2, warmups=1)
         took = seconds(partial(_sync, learner, sampler), device, repeats=2, warmups=1)
         if preset == "bf16":
-            baseline = took
-        most = {"mxfp8": 1.2}.get(preset)
+            baseline, first = took, made
+        name = f"making a version {shape} {preset}, {spec.num_layers} layers"
+        yield row(name, made * 1e3, "ms", None if first is None else first * 1e3, "ours in bf16")
+        most = {"mxfp8": 1.2}.get(preset) if device.type == "cuda" else None
         name = f"sync {shape} {preset}, {spec.num_layers} layers"
         yield row(name, took * 1e3, "ms", None if baseline is None else baseline * 1e3, "ours in bf16", most=most)
         del learner, sampler
