@@ -59,7 +59,7 @@ class RunConfig:
     and "rloo"; see rl/algorithms.py. Empty: the defaults below."""
     seed: int = 0
     device: str = "auto"
-    """"cpu", "cuda", "cuda:1", ...; "auto" takes the GPU where there is one."""
+    """"cpu" or "cuda"; "auto" takes the GPU where there is one. Which GPU is said by CUDA_VISIBLE_DEVICES."""
     recipe: dict[str, Any] = field(default_factory=lambda: {"preset": "mxfp8"})
     """See `onegrid.recipe.recipe_from_dict`."""
     task: TaskConfig = field(default_factory=TaskConfig)

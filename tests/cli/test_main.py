@@ -107,6 +107,18 @@ def test_a_dry_run_prints_everything_and_leaves_nothing(tmp_path, monkeypatch, c
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_another_gpu_than_the_first_is_chosen_by_what_the_process_sees(monkeypatch):
+    import torch
+
+    from onegrid.errors import ConfigError
+    from onegrid.study.parts import find_device
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert [find_device(name) for name in ("auto", "cuda", "cuda:0", "cpu")] == ["cuda", "cuda", "cuda:0", "cpu"]
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=1 and device cuda"):
+        find_device("cuda:1")
+
+
 def test_a_device_that_is_not_there_is_refused_by_name():
     from onegrid.errors import ConfigError
     from onegrid.study.parts import find_device

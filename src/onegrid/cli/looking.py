@@ -54,7 +54,7 @@ def watch(run: Path, once: bool, every: float) -> None:
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one object.")
-@click.option("--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, ... or auto.")
+@click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
 def doctor(as_json: bool, device: str) -> None:
     """Say what this machine can run: device, formats, the order of sums, libraries, memory and disk.
 

@@ -147,12 +147,19 @@ def _adapted(config: LearnerConfig, spec: ModelSpec, base: Path) -> LearnerConfi
 
 
 def find_device(name: str) -> str:
-    """The device that a name means, "auto" included. Raises ConfigError for one that is not there."""
+    """The device that a name means, "auto" included. Raises ConfigError for one that is not there.
+
+    A process sees its own GPU as the first: kernels and captures of torch and Triton go to the current device of a
+    thread, whatever device their tensors are on.
+    """
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    gpus = ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))] if torch.cuda.is_available() else []
+    gpus = ["cuda", "cuda:0"] if torch.cuda.is_available() else []
     if name not in ("cpu", *gpus):
-        raise ConfigError(f"device is {name!r}; here it can be auto, {', '.join(('cpu', *gpus))}")
+        another = f"; for another GPU set CUDA_VISIBLE_DEVICES={name[5:]} and device cuda" if name[:5] == "cuda:" else ""
+        raise ConfigError(
+            f"device is {name!r}; here it can be auto, {', '.join(('cpu', *gpus))}{another if gpus else ''}"
+        )
     return name
 
 
