@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
+from contextlib import contextmanager
+
 import pytest
 import torch
 
 from onegrid.errors import CapabilityError, NonFiniteError
+from onegrid.ops.capture import capturing
+from onegrid.sampler import graphs
 from onegrid.sampler.graphs import bucket
 from onegrid.sync.transaction import push
+from onegrid.types import Sampling
 from tests.bytes import assert_same_bytes
 from tests.sampler.test_engine import bytes_of
 from tests.sampler.tiny import engine_of, plan_of, requests_of, snapshot_of
@@ -23,6 +31,59 @@ def test_buckets_are_tiles_that_hold_their_rows():
         for rows in range(1, slots + 1):
             assert rows <= bucket(rows, slots) <= slots and bucket(rows, slots) % 16 == 0
     assert len({bucket(rows, 512) for rows in range(1, 513)}) <= 24
+
+
+def test_what_ran_longest_ago_makes_room_when_every_call_has_another_temperature(monkeypatch):
+    class Step:
+        replays = 0
+
+        def replay(self):
+            self.replays += 1
+
+    def capture(self, model, rows, sampling):
+        self.stops.setdefault(sampling.stop_token_ids, torch.tensor(sampling.stop_token_ids))
+        return Step()
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(graphs.Graphs, "_capture", capture)
+    monkeypatch.setattr(graphs, "MOST", 3)
+    engine = engine_of("dense", "bf16")
+    held = graphs.Graphs(engine.cache, max_len=8, hidden_size=4, device=torch.device("cpu"))
+    steady = Sampling(stop_token_ids=(5,))
+    for i in range(20):
+        held.replay(None, 3, steady)
+        held.replay(None, 3, Sampling(temperature=0.5 + i / 100, stop_token_ids=(i + 10,)))
+        assert len(held.graphs) == min(i + 2, 3) == len(held.stops)
+    assert held.graphs[bucket(3, held.num_slots), 1.0, (5,), False].replays == 20
+    held.reset()
+    assert not held.graphs and not held.stops
+
+
+def test_captures_of_two_threads_take_turns_and_the_collector_rests_for_both(monkeypatch):
+    inside, seen = threading.Lock(), []
+
+    @contextmanager
+    def graph(*_, **__):
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", graph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+
+    def capture() -> None:
+        with capturing(None):
+            assert inside.acquire(blocking=False)
+            time.sleep(0.002)  # so that the others come meanwhile
+            seen.append(gc.isenabled())
+            inside.release()
+
+    threads = [threading.Thread(target=capture) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [False] * 8 and gc.isenabled()
 
 
 def test_a_cpu_has_no_graphs_and_says_so():

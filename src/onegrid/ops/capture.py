@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+_ONE = threading.Lock()
+"""The collector is one for all threads: the first of two captures to end would wake it in the middle of the other."""
 
 
 @contextmanager
@@ -20,16 +24,18 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     current comes back here, and the caller takes another pool.
 
     options  of `torch.cuda.graph`: pool, stream
+    Captures of several threads take turns.
     """
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        with (
-            torch.cuda.stream(torch.cuda.current_stream()),
-            torch.cuda.graph(graph, capture_error_mode="thread_local", **options),
-        ):
-            yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    with _ONE:
+        gc.collect()
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()),
+                torch.cuda.graph(graph, capture_error_mode="thread_local", **options),
+            ):
+                yield
+        finally:
+            if was_enabled:
+                gc.enable()

@@ -7,6 +7,7 @@ read where they lie, so an update in place leaves every graph valid.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,9 @@ from onegrid.types import Sampling
 
 LOGITS = 1 << 26
 """Most logits of one matmul: the head's weights are read anew for every further one."""
+
+MOST = 256
+"""Captured steps that are kept: a few Samplings in all their buckets. A server is asked for any temperature."""
 
 ENDED, STOPPED, FINITE, LENGTH = range(4)
 """Rows of `State.report_4S`."""
@@ -104,7 +108,8 @@ class Graphs:
         self.num_slots = cache.keys[0].shape[0]
         self.max_len, self.hidden_size, self.device = max_len, hidden_size, device
         self.state = State.empty(self.num_slots, max_len, hidden_size, device)
-        self.graphs: dict[tuple[int, float, tuple[int, ...], bool], torch.cuda.CUDAGraph] = {}
+        self.graphs: OrderedDict[tuple[int, float, tuple[int, ...], bool], torch.cuda.CUDAGraph] = OrderedDict()
+        """The one that ran last comes last."""
         self.stops: dict[tuple[int, ...], Tensor] = {}  # graphs read them where they lie
         self.reads: Addresses = {}
         """Where the weights lay that the last captured step reads."""
@@ -115,8 +120,18 @@ class Graphs:
         rows = bucket(num_rows, self.num_slots)
         key = (rows, sampling.temperature, sampling.stop_token_ids, sampling.record_routing)
         if key not in self.graphs:
+            if len(self.graphs) >= MOST:
+                self._drop_oldest()
             self.graphs[key] = self._capture(model, rows, sampling)
+        self.graphs.move_to_end(key)
         self.graphs[key].replay()
+
+    def _drop_oldest(self) -> None:
+        """Makes room for one more: without what ran longest ago, and the stop tokens that nobody reads any more."""
+        torch.cuda.synchronize(self.device)  # it may still be running
+        self.graphs.popitem(last=False)
+        read = {ids for _, _, ids, _ in self.graphs}
+        self.stops = {ids: held for ids, held in self.stops.items() if ids in read}
 
     def record_routing(self, num_layers: int, top_k: int) -> Tensor:
         """Room for the experts of every token, made when first asked for: int16 [S, R, L, K]."""
@@ -128,6 +143,7 @@ class Graphs:
     def reset(self) -> None:
         """Drops every captured step, as after one that failed; the next run captures anew."""
         self.graphs.clear()
+        self.stops.clear()
         self.reads = {}
         self.pool = torch.cuda.graph_pool_handle()
 

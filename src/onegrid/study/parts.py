@@ -156,10 +156,10 @@ def find_device(name: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     gpus = ["cuda", "cuda:0"] if torch.cuda.is_available() else []
     if name not in ("cpu", *gpus):
-        another = f"; for another GPU set CUDA_VISIBLE_DEVICES={name[5:]} and device cuda" if name[:5] == "cuda:" else ""
-        raise ConfigError(
-            f"device is {name!r}; here it can be auto, {', '.join(('cpu', *gpus))}{another if gpus else ''}"
-        )
+        another = ""
+        if gpus and name.startswith("cuda:"):
+            another = f"; for another GPU set CUDA_VISIBLE_DEVICES={name[5:]} and device cuda"
+        raise ConfigError(f"device is {name!r}; here it can be auto, {', '.join(('cpu', *gpus))}{another}")
     return name
 
 
