@@ -11,13 +11,26 @@ import torch
 
 from onegrid.errors import ConfigError
 from onegrid.guard.audit import audit
+from onegrid.guard.digests import compare_digests
 from onegrid.guard.faults import FAULTS
 from onegrid.guard.freshness import fresh_sampler, fresh_tokens
 from onegrid.guard.guard import GuardConfig
 from onegrid.guard.injection import wrap
-from onegrid.guard.sentinel import WATCHED, Sentinel, calibrate, load_expectation, save_expectation
+from onegrid.guard.sentinel import (
+    ALLOWANCE,
+    RUN_LENGTH,
+    WATCHED,
+    Expectation,
+    Sentinel,
+    calibrate,
+    limit_for,
+    load_expectation,
+    save_expectation,
+)
 from onegrid.guard.storage import compare_storage
 from onegrid.guard.verdict import FailedChecks
+from onegrid.rl.loop import snapshot
+from onegrid.sync import manifest_of
 from tests.guard.pair import Pair
 from tests.guard.test_guard import batch_of, rollouts
 from tests.guard.test_sentinel import EQUAL, calibration
@@ -190,3 +203,77 @@ def test_a_second_refusal_of_another_kind_does_not_hide_the_first():
         pair.sync()
     assert [(v.check, v.condition) for v in caught.value.verdicts] == [("transaction", "C7"), ("digest", "C3")]
     assert "the first time it was digest" in caught.value.__notes__[-1]
+
+
+def test_an_audit_compares_shapes_too():
+    pair = Pair()
+    pair.sync()
+    name = "lm_head.weight"
+    live = pair.sampler.describe()
+    wrong = live | {name: dataclasses.replace(live[name], shape=live[name].shape[::-1])}
+    wrap(pair.sampler, "describe", lambda original: wrong)
+    verdict = audit(pair.learner.plan, pair.sampler)
+    assert (verdict.status, verdict.tensors) == ("failed", (name,))
+
+
+def test_digests_of_nothing_prove_nothing():
+    pair = Pair()
+    held = snapshot(pair.learner)
+    pair.sync()
+    manifest = manifest_of(held)
+    assert compare_digests(manifest, pair.sampler, held).passed
+    assert compare_digests(dataclasses.replace(manifest, entries={}), pair.sampler, held).status == "could not tell"
+
+
+def test_an_operand_that_only_the_learner_has_otherwise_is_named_by_bytes_alone():
+    pair = Pair(off=("probe",))
+    pair.sync()
+    pair.bench.at = 1
+    FAULTS["learner_reads_other_codes"].inject(pair.bench)
+    pair.update()
+    with pytest.raises(FailedChecks) as caught:
+        pair.sync()
+    assert [(v.check, set(v.tensors)) for v in caught.value.verdicts] == [("bytes", pair.bench.touched)]
+
+
+@pytest.mark.parametrize("wrong", [{"mismatch/share_equal": 0.999}, {"mismatch/max_abs": 1e-7}], ids=str)
+def test_an_exact_pairing_is_equal_bits_and_no_difference(wrong):
+    assert Sentinel(exact=True).judge(EQUAL | wrong).status == "failed"
+
+
+def test_an_operand_that_is_wrong_alike_on_both_sides_is_derived_again_when_it_has_its_turn():
+    pair = Pair(off=("digest", "probe", "selfcheck"), linears_per_sync=99)
+    pair.sync()
+    key = next(key for key in pair.learner.keys if key.endswith("o_proj.weight"))
+
+    def derive(original, *arguments):
+        original(*arguments)
+        for live in (pair.learner.live, pair.sampler.weights):
+            live.operands[key].values[0].zero_()
+
+    wrap(pair.sampler.weights, "derive", derive)
+    pair.update()
+    with pytest.raises(FailedChecks) as caught:
+        pair.sync()
+    assert [(v.check, v.tensors) for v in caught.value.verdicts] == [("bytes", tuple(pair.learner.keys[key]))]
+
+
+def test_a_master_that_changed_behind_torch_s_back_is_quantized_again_when_it_has_its_turn():
+    pair = Pair(linears_per_sync=99)
+    pair.sync()
+    pair.update()
+    key = next(key for key in pair.learner.keys if key.endswith("o_proj.weight"))
+    pair.learner.masters[key].detach().numpy()[0, 0] += 1.0  # torch counts no write
+    with pytest.raises(FailedChecks) as caught:
+        pair.sync()
+    assert [(v.check, v.tensors) for v in caught.value.verdicts] == [("bytes", tuple(pair.learner.keys[key]))]
+
+
+def test_the_limit_of_a_chart_is_that_of_all_watched_metrics_together():
+    even = dict.fromkeys(WATCHED, 1.0)
+    expectation = Expectation(mean=dict.fromkeys(WATCHED, 0.0), deviation=even, model="m", plan_digest="p",
+                              engine="e", num_steps=20)  # fmt: skip
+    sentinel = Sentinel(exact=False, expectation=expectation)
+    line = {key: ALLOWANCE + 1.0 for key in WATCHED}  # each step adds 1
+    quiet = math.floor(limit_for(RUN_LENGTH * len(WATCHED)))
+    assert [sentinel.judge(line).passed for _ in range(quiet + 1)] == [True] * quiet + [False]

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from onegrid.config import RunConfig, load_config, to_toml
 from onegrid.errors import ConfigError, StoppedError
-from onegrid.guard.guard import Guard, guard_of
+from onegrid.guard.guard import CHECKS, Guard, guard_of
 from onegrid.rl import checkpoint
 from onegrid.rl.debug import sample_only
 from onegrid.rl.draw import Drawing
@@ -158,7 +158,11 @@ def summary(folder: Path) -> Table:
     checks = [value for line in steps for key, value in line.items() if key.startswith("guard/")]
     if checks:
         counts = [sum(value == wanted for value in checks) for wanted in (1, 0, -1)]
-        table.add_row("checks", "{} passed, {} failed, {} could not tell".format(*counts))
+        told = "{} passed, {} failed, {} could not tell".format(*counts)
+        met = num_lines(folder / "incidents.jsonl")
+        told += f", {met} incident{'s' * (met != 1)}" if met else ""
+        silent = [check for check in CHECKS if not any(f"guard/{check}" in line for line in steps)]
+        table.add_row("checks", told + (f"; not asked: {', '.join(silent)}" if silent else ""))
     seconds: list[Any] = [line.get("perf/step_seconds", 0.0) for line in steps]
     table.add_row("time", f"{sum(seconds):.0f} s in {len(steps)} steps")
     table.add_row("run directory", str(folder))
