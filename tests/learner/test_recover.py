@@ -46,6 +46,7 @@ def test_a_step_that_ran_out_of_memory_can_be_taken_again(where, preset, monkeyp
         learner.step()
     monkeypatch.setattr(module, where, real)
     if where == "publish":  # the update was made; only its codes were not
+        assert any("lower sampler.max_slots" in note for note in caught.value.__notes__)
         assert learner.version == 1
         learner.log_probs(batch)
         assert_same_bytes([m.detach() for m in learner.masters.values()], after_a_step(preset, batch))
@@ -56,6 +57,22 @@ def test_a_step_that_ran_out_of_memory_can_be_taken_again(where, preset, monkeyp
     learner.forward_backward(batch)
     learner.step()
     assert_same_bytes([m.detach() for m in learner.masters.values()], after_a_step(preset, batch))
+
+
+@pytest.mark.parametrize("where", ["LiveWeights", "GradWeights"])
+def test_a_plan_that_finds_no_room_is_not_half_adopted(where, monkeypatch):
+    import onegrid.learner.learner as module
+
+    learner, batch = learner_of("dense", "mxfp8"), batch_of()
+    want = learner.log_probs(batch)
+    other = learner_of("dense", "bf16")
+    with monkeypatch.context() as patch:
+        patch.setattr(module, where, out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            learner.adopt(other.plan)
+    assert_same_bytes(learner.log_probs(batch), want)
+    learner.adopt(other.plan)
+    assert_same_bytes(learner.log_probs(batch), other.log_probs(batch))
 
 
 def test_a_small_share_of_a_gpu_is_left_usable(gpu):

@@ -19,7 +19,7 @@ from onegrid.learner.gradients import scale_gradients, squares_by_group
 from onegrid.learner.loss import LossConfig, loss_metrics, policy_loss, token_weights
 from onegrid.learner.masters import gather
 from onegrid.learner.packing import alignment, attend_packed, micro_batches, pack, rows_are_alone
-from onegrid.learner.recover import make_room, refuse_lost_moments, without_leftovers
+from onegrid.learner.recover import make_room, refuse_lost_moments, saying_what_waits, without_leftovers
 from onegrid.learner.replay import Replay, routing_metrics
 from onegrid.learner.weights import GradWeights
 from onegrid.model.canonical import Canonical
@@ -135,12 +135,11 @@ class Learner:
 
     def adopt(self, plan: Plan) -> None:
         """Goes over to another plan of the same model, between two steps. Masters, optimizer and version stay."""
-        kernels = self.live.kernels
-        self.plan = plan
-        self.live = LiveWeights(self.spec, plan, side="learner", device=self.device, weights=self.config.weights)
-        self.live.kernels = kernels
-        self.live.derive()
-        self.grad_weights = GradWeights(self.live, self.masters)
+        live = LiveWeights(self.spec, plan, side="learner", device=self.device, weights=self.config.weights)
+        live.kernels = self.live.kernels
+        live.derive()
+        grad_weights = GradWeights(live, self.masters)
+        self.plan, self.live, self.grad_weights = plan, live, grad_weights  # all of it, or nothing has changed
         self.align, self.dense = alignment(plan), self.device.type == "cpu" and rows_are_alone(plan)
         self.captured = self._capturing()
         self._quantize()
@@ -314,7 +313,8 @@ class Learner:
         self.clear_gradients()
         self.num_updates += 1
         self.version += 1
-        self._quantize()
+        with saying_what_waits(self.version):
+            self._quantize()
         groups = {f"train/grad_norm/{group}": square**0.5 for group, square in squares.items()}
         bound = {"sync/adapter_modules": float(self.adapters.num_modules())} if self.adapters else {}
         saved = {"perf/operand_bytes_saved": float(self.live.saved_bytes)} if self.live.saved_bytes else {}

@@ -32,6 +32,21 @@ def without_leftovers(optimizer: torch.optim.Optimizer, *, max_tokens: int, reco
         raise
 
 
+@contextmanager
+def saying_what_waits(version: int) -> Iterator[None]:
+    """A note on a torch.OutOfMemoryError while a version is quantized: its update is made, its codes are not yet."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        error.add_note(
+            f"the learner ran out of memory while it quantized version {version}; the update is made, and whoever asks "
+            'for its codes quantizes again; lower sampler.max_slots, or in another run set learner.weights = "codes"'
+        )
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        raise
+
+
 def make_room(optimizer: torch.optim.AdamW) -> None:
     """Allocates the moments that an update will need, before any number changes: each parameter's at once or not."""
     for group in optimizer.param_groups:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from onegrid.errors import SyncError
 from onegrid.model.canonical import Snapshot
 from onegrid.sampler.base import Sampler
@@ -13,6 +15,11 @@ from onegrid.sampler.intake import expected_digests
 from onegrid.sync.snapshot import manifest_of
 from onegrid.sync.transport import DEFAULT_BUCKET_BYTES, buckets
 from onegrid.types import Manifest
+
+_LOWER = (
+    "what arrives is put aside until it is proved, so memory must hold the codes once more: lower sampler.max_slots, "
+    "sampler.max_len or guard.bucket_bytes"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,8 +66,10 @@ def push(
         _abort(sampler, error)
         if isinstance(error, SyncError) or not isinstance(error, Exception):
             raise
+        lower = f"; {_LOWER}" if isinstance(error, torch.OutOfMemoryError | MemoryError) else ""
         raise SyncError(
-            f"synchronization to version {manifest.version} failed: {type(error).__name__}: {error}", condition="C5"
+            f"synchronization to version {manifest.version} failed: {type(error).__name__}: {error}{lower}",
+            condition="C5",
         ) from error
     return SyncReport(
         version=manifest.version,
