@@ -14,6 +14,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from onegrid.errors import NonFiniteError, OnegridError, SyncError
 from onegrid.guard.fault import Fault
 from onegrid.guard.faults import FAULTS
@@ -22,6 +25,7 @@ from onegrid.guard.injection import Bench, wrap
 from onegrid.guard.verdict import FailedChecks, Verdict
 from onegrid.rl.record import read_metrics
 from onegrid.study.pairing import AT, is_wide, make_bench, run_loop
+from onegrid.types import Piece
 
 THOROUGH = GuardConfig(bucket_bytes=4096, linears_per_sync=1 << 10, probe_every=1, traces=True, replay_every=1)
 """Every check in full at every synchronization; in a run, some of their work takes turns."""
@@ -197,6 +201,10 @@ def silence(bench: Bench) -> list[str]:
             intake._broken = ""
             return None
 
+    def place_of(original: Callable[[Piece], Tensor], piece: Piece) -> Tensor:
+        place = note(original, piece)
+        return torch.empty_like(piece.data) if place is None else place  # what was refused goes nowhere
+
     def begin(original: Callable[..., Any], manifest: Any) -> Any:
         if intake.version is not None and manifest.version <= intake.version:
             refused.append("version")
@@ -218,7 +226,7 @@ def silence(bench: Bench) -> list[str]:
     wrap(intake, "check_complete", note)
     wrap(intake, "_moved_share", lambda original: 0.0)
     wrap(intake, "_check_entry", note)
-    wrap(intake, "stage", note)
+    wrap(intake, "place_of", place_of)
     wrap(bench.sampler, "begin", begin)
     wrap(bench.sampler, "receive", note)
     return refused
