@@ -28,6 +28,7 @@ from onegrid.guard.sentinel import (
     save_expectation,
 )
 from onegrid.guard.storage import compare_storage
+from onegrid.guard.turns import due
 from onegrid.guard.verdict import FailedChecks
 from onegrid.rl.loop import snapshot
 from onegrid.sync import manifest_of
@@ -277,3 +278,28 @@ def test_the_limit_of_a_chart_is_that_of_all_watched_metrics_together():
     line = {key: ALLOWANCE + 1.0 for key in WATCHED}  # each step adds 1
     quiet = math.floor(limit_for(RUN_LENGTH * len(WATCHED)))
     assert [sentinel.judge(line).passed for _ in range(quiet + 1)] == [True] * quiet + [False]
+
+
+def test_a_code_that_changed_after_it_was_made_is_named_though_both_sides_agree_on_it():
+    pair = Pair()
+    pair.sync()
+    pair.update()
+    due_now = due(list(pair.learner.masters), version=pair.learner.version, per_sync=1)
+    name = next(n for key, names in pair.learner.keys.items() for n in names if key not in due_now and "_proj" in n)
+    pair.learner.live.parts(name)["codes"][0, 0] ^= 1
+    with pytest.raises(FailedChecks) as caught:
+        pair.sync()
+    assert ("bytes", (name,)) in [(v.check, v.tensors) for v in caught.value.verdicts]
+
+
+def test_an_update_that_torch_counts_no_write_of_must_be_quantized_too():
+    pair = Pair()
+    pair.sync()
+    due_now = due(list(pair.learner.masters), version=pair.learner.version + 1, per_sync=1)
+    key = next(key for key in pair.learner.keys if key.endswith("o_proj.weight") and key not in due_now)
+    pair.learner.masters[key].detach().numpy()[0, 0] += 1.0
+    pair.learner.num_updates += 1
+    pair.learner.version += 1
+    with pytest.raises(FailedChecks) as caught:
+        pair.sync()
+    assert [(v.check, v.tensors) for v in caught.value.verdicts] == [("bytes", tuple(pair.learner.keys[key]))]
