@@ -96,9 +96,9 @@ def _swiglu(gate, up, out, stride_gate, stride_up, width, BLOCK: tl.constexpr):
 
 
 def norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """RMSNorm of rows, BF16 to BF16; `ops.norm.rms_norm` is the definition. Rows contiguous inside."""
+    """RMSNorm of rows, BF16 to BF16; `ops.norm.rms_norm` is the definition."""
     width = x_ND.shape[-1]
-    x = x_ND.reshape(-1, width)
+    x = whole_rows(x_ND.reshape(-1, width))
     out = x.new_empty(x.shape)
     if len(x):
         block = triton.next_power_of_2(width)
@@ -111,6 +111,7 @@ def norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def residual_norm(x_ND: Tensor, y_ND: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + y rounded to BF16, and its RMSNorm, both BF16 [N, D]."""
     width = x_ND.shape[-1]
+    x_ND, y_ND = whole_rows(x_ND), whole_rows(y_ND)
     total, out = x_ND.new_empty(x_ND.shape), x_ND.new_empty(x_ND.shape)
     if len(x_ND):
         block = triton.next_power_of_2(width)
@@ -133,9 +134,10 @@ def heads(
     """Head norm (where there are weights) and rotation of queries and keys, BF16 to BF16.
 
     rope        FP32 tables [positions, D / 2] of cos and sin; position_N int64
-    Heads of a row lie side by side; rows may have any stride.
+    Rows may have any stride; where the heads of a row do not lie side by side, they are copied first.
     """
     num_rows, num_heads, width = q_NHD.shape
+    q_NHD, k_NGD = (x if x.stride()[1:] == (width, 1) else x.contiguous() for x in (q_NHD, k_NGD))
     num_groups = k_NGD.shape[1]
     q, k = q_NHD.new_empty(q_NHD.shape), k_NGD.new_empty(k_NGD.shape)
     if num_rows:
@@ -153,12 +155,18 @@ def swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
     width = gate_NF.shape[-1]
     if gate_NF.dim() != 2:
         return swiglu(gate_NF.reshape(-1, width), up_NF.reshape(-1, width)).view(gate_NF.shape)
+    gate_NF, up_NF = whole_rows(gate_NF), whole_rows(up_NF)
     out = gate_NF.new_empty(gate_NF.shape, dtype=bfloat16)
     if len(out):
         _swiglu[(len(out), triton.cdiv(width, 1024))](  # rows first: only that axis goes beyond 65,535
             gate_NF, up_NF, out, gate_NF.stride(0), up_NF.stride(0), width, BLOCK=1024, num_warps=4
         )
     return out
+
+
+def whole_rows(x_ND: Tensor) -> Tensor:
+    """Rows whose numbers lie one after another, as kernels read them; the argument itself where they do."""
+    return x_ND if x_ND.stride(-1) == 1 else x_ND.contiguous()
 
 
 def warps_of(block: int) -> int:

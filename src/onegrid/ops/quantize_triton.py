@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor, bfloat16, float32
 
 from onegrid.formats import Quantizer
-from onegrid.ops.fused_triton import gated, normed, warps_of
+from onegrid.ops.fused_triton import gated, normed, warps_of, whole_rows
 from onegrid.ops.quantize_cuda import RULES as _RULES
 from onegrid.ops.quantize_cuda import is_plain
 
@@ -174,6 +174,7 @@ def residual_norm(
     x_ND: Tensor, y_ND: Tensor, weight_D: Tensor, eps: float, quantizer: Quantizer
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`fused_triton.residual_norm`, its second result quantized: sum BF16, values BF16, amax FP32 [N] or None."""
+    x_ND, y_ND = whole_rows(x_ND), whole_rows(y_ND)
     width, block = x_ND.shape[-1], triton.next_power_of_2(x_ND.shape[-1])
     total, out = x_ND.new_empty(x_ND.shape), x_ND.new_empty(x_ND.shape)
     amax = x_ND.new_empty(len(x_ND), dtype=float32) if quantizer.rule == "nvfp4" else None
@@ -188,6 +189,7 @@ def residual_norm(
 
 def swiglu(gate_NF: Tensor, up_NF: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor | None]:
     """`fused_triton.swiglu`, quantized: values BF16 [N, F], amax FP32 [N] or None."""
+    gate_NF, up_NF = whole_rows(gate_NF), whole_rows(up_NF)
     num_rows, width = gate_NF.shape
     out = gate_NF.new_empty(gate_NF.shape, dtype=bfloat16)
     whole_row = quantizer.rule == "nvfp4"

@@ -1,0 +1,189 @@
+"""Kernels at shapes that models do not have, in Triton's interpreter on a CPU: `test_interpreted.py` runs this file.
+
+The interpreter has no assembly, no BF16 constants and no BF16 products, so it gets them here; FP32 products of it are
+as wide as NumPy's, and sums of them are compared within a bound, not as bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from unittest import mock
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from onegrid.errors import CapabilityError, FormatError
+from onegrid.formats import QUANTIZERS, decode, elements, quantize, quantize_decode
+from onegrid.model.live import send
+from onegrid.ops import attention_triton, decode_triton, fused_triton, grouped_triton, quantize_triton
+from onegrid.ops.grouped import by_expert, dispatch, take, wgrad_by_expert
+from onegrid.ops.operand import Operand, operand
+from onegrid.ops.producers import fuses
+
+np.seterr(all="ignore")
+generator = torch.Generator().manual_seed(0)
+
+
+@triton.jit
+def product(x, y):
+    return x * y
+
+
+@triton.jit
+def exp(x):
+    return tl.exp(x)
+
+
+class Library:
+    exp = exp
+
+
+def constant(self, value):
+    return TensorHandle(np.array([np.float32(value).view(np.uint32) >> 16], dtype=np.uint16), tl.bfloat16)
+
+
+def wide(handle):
+    bits = handle.data.astype(np.uint32) << 16 if handle.dtype.scalar == tl.bfloat16 else None
+    return (handle.data if bits is None else bits.view(np.float32)).astype(np.float64)
+
+
+def dot(self, a, b, d, *_):
+    return TensorHandle((wide(a) @ wide(b) + d.data).astype(np.float32), d.dtype.scalar)
+
+
+InterpreterBuilder.get_bf16, InterpreterBuilder.create_dot = constant, dot
+fused_triton._mul, fused_triton.libdevice = product, Library
+grouped_triton.EXACT = tl.constexpr(False)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator).bfloat16()
+
+
+def same(have: Tensor, want: Tensor) -> bool:
+    """As BF16 bytes; any NaN is as good as another, since the interpreter has its own."""
+    one, other = have.to(torch.bfloat16), want.to(torch.bfloat16)
+    both = one.isnan() & other.isnan()
+    return bool(((one.view(torch.int16) == other.view(torch.int16)) | both).all())
+
+
+def attention() -> None:
+    """Sequences of no, one, CHUNK and CHUNK + 1 tokens; seven query heads to a key head, and two."""
+    chunk = attention_triton.CHUNK
+    for heads, groups, width in ((7, 1, 16), (8, 4, 16)):
+        for lengths in ([chunk], [chunk + 1], [65, 1, 0, 64]):
+            firsts = [sum(lengths[:i]) + 3 * i for i in range(len(lengths))]
+            num = sum(lengths) + 3 * len(lengths)
+            q, k, v = (normal(num, n, width) for n in (heads, groups, groups))
+            out, _ = attention_triton.prefill(q, k, v, torch.tensor(firsts), torch.tensor(lengths), max(lengths))
+            live = [(first, length) for first, length in zip(firsts, lengths, strict=True) if length]
+            nobody = torch.ones(num, dtype=torch.bool)
+            keys, values = normal(len(live) + 1, groups, 2 * chunk, width), normal(len(live) + 1, groups, 512, width)
+            for slot, (first, length) in enumerate(live):
+                rows = slice(first, first + length)
+                nobody[rows] = False
+                parts = [x[rows].float().transpose(0, 1).repeat_interleave(heads // x.shape[1], 0) for x in (q, k, v)]
+                exact = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True).transpose(0, 1)
+                assert (out[rows].float() - exact).abs().max() < 2.0**-7 * (1 + v.float().abs().max())
+                keys[slot, :, : length - 1] = k[first : first + length - 1].transpose(0, 1)
+                values[slot, :, : length - 1] = v[first : first + length - 1].transpose(0, 1)
+            assert not out[nobody].any()
+            last = torch.tensor([first + length - 1 for first, length in live])
+            position = torch.tensor([length - 1 for _, length in live])
+            for splits in (3,):
+                new = (k[last], v[last])
+                got = attention_triton.decode(q[last], keys.clone(), values.clone(), position, new=new, splits=splits)
+                assert same(got, out[last]), (heads, groups, lengths, splits)
+    for heads, groups, width in ((2, 1, 80), (2, 1, 96), (3, 2, 64)):
+        try:
+            q, k, v = normal(4, heads, width), normal(4, groups, width), normal(4, groups, width)
+            attention_triton.prefill(q, k, v, torch.tensor([0]), torch.tensor([4]), 4)
+        except CapabilityError:
+            continue
+        raise AssertionError(f"{heads} over {groups} of {width} was not refused")
+
+
+def columns_and_codes() -> None:
+    """Any bits, one column, transposed inputs; any codes of every quantizer that the kernel says it covers."""
+    counts = [0, 0]
+    for name, quantizer in QUANTIZERS.items():
+        for rows, width in ((32, 1), (128, 33)):
+            bits = torch.randint(-(1 << 15), 1 << 15, (rows, width), generator=generator).to(torch.int16)
+            for x in (bits.view(torch.bfloat16), normal(width, rows).t(), normal(rows, width).float() * 1e-30):
+                if quantize_triton.covers_columns(x, quantizer):
+                    want = quantize_decode(x, quantizer, axis=-2).values
+                    assert same(quantize_triton.columns(x, quantizer), want), (name, rows, width)
+                    counts[0] += 1
+        for shape in ((65, 160), (3, 32, 128)):
+            try:
+                q = quantize(normal(*shape), quantizer)
+            except FormatError:
+                continue
+            codes = torch.randint(0, 256, q.codes.shape, dtype=torch.uint8, generator=generator)
+            q = dataclasses.replace(q, codes=codes)
+            with mock.patch.object(Tensor, "is_cuda", True):
+                covered = decode_triton.covers(q)
+            if covered:
+                want = decode(q) if quantizer.matmul in ("decoded", "nvfp4") else elements(q)
+                assert same(decode_triton.values(q), want), (name, shape)
+                counts[1] += 1
+    assert counts[0] >= 15 and counts[1] >= 60, counts
+
+
+def chains() -> None:
+    """No row, one row, NaN and Inf, widths that are no power of two, numbers of a row that do not lie together."""
+    for name in ("mxfp8", "mxfp4", "nvfp4_row", "fp8_1x128"):
+        quantizer = QUANTIZERS[name]
+        block = quantizer.block[1] or 1
+        assert not fuses(quantizer, block + 1) and not fuses(quantizer, 16_384 + block)
+        for width in (5 * block, 1024 + block):
+            for rows in (0, 1, 5):
+                x, y, weight = normal(width, rows).t(), normal(rows, 2 * width)[:, width:], normal(width)
+                if rows > 2:
+                    x[1, 3], y[2, 1] = float("inf"), float("nan")
+                total, values, amax = quantize_triton.residual_norm(x, y, weight, 1e-6, quantizer)
+                plain, h = fused_triton.residual_norm(x.contiguous(), y.contiguous(), weight, 1e-6)
+                assert same(total, plain) and same(fused_triton.norm(total, weight, 1e-6), h)
+                assert same(fused_triton.norm(total.t().contiguous().t(), weight, 1e-6), h)
+                gate = fused_triton.swiglu(x.contiguous(), y.contiguous())
+                assert same(fused_triton.swiglu(x, y), gate)
+                gated, gate_amax = quantize_triton.swiglu(x, y, quantizer)
+                for have, largest, of in ((values, amax, h), (gated, gate_amax, gate)):
+                    want = quantize_decode(of, quantizer)
+                    assert same(have, want.values), (name, width, rows)
+                    assert largest is None or same(largest, want.amax)
+    q, k, position = normal(5, 16, 3).mT, normal(5, 16, 1).mT, torch.arange(5)
+    rope = (torch.randn(9, 8, generator=generator), torch.randn(9, 8, generator=generator))
+    apart = fused_triton.heads(q, k, None, None, 1e-6, rope, position)
+    together = fused_triton.heads(q.contiguous(), k.contiguous(), None, None, 1e-6, rope, position)
+    assert all(map(same, apart, together))
+
+
+def experts() -> None:
+    """One expert, all experts, all tokens to few of them, one token; widths of no multiple."""
+    for num, top_k, out, width in ((1, 1, 48, 64), (5, 5, 17, 33)):
+        for tokens in (1, 17):
+            for name, weight in ((None, None), ("nvfp4_row", "nvfp4"), ("fp8_row", "fp8_row")):
+                x, w = normal(tokens, width), normal(num, out, width)
+                expert = torch.randperm(num, generator=generator)[:top_k].expand(tokens, top_k).contiguous()
+                places = dispatch(expert, torch.ones(tokens, dtype=torch.bool), num)
+                a = send(operand(x, None if name is None else QUANTIZERS[name]), places)
+                b = operand(w, None if weight is None else QUANTIZERS[weight])
+                want = by_expert(a, b, places).float()
+                half = [Operand(o.values.bfloat16(), o.kind, o.row, o.block) for o in (a, b)]
+                owned = places.pair < expert.numel()
+                error = (grouped_triton.grouped_matmul(*half, places).float() - want)[owned].abs().max()
+                assert error <= 2.0**-7 * want.abs().max(), (num, tokens, name)
+            dy, sent = normal(len(places.source), out), take(x, places.source)
+            want = wgrad_by_expert(dy.float(), sent.float(), places)
+            assert (grouped_triton.grouped_wgrad(dy, sent, places) - want).abs().max() < 1e-3
+
+
+if __name__ == "__main__":
+    for check in (attention, columns_and_codes, chains, experts):
+        check()
+        print(check.__name__)
