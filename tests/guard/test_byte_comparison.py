@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from onegrid.guard import byte_comparison
 from onegrid.guard.byte_comparison import compare_bytes
+from onegrid.guard.causes import NOT_MERGED
 from onegrid.guard.faults import FAULTS
 from onegrid.guard.injection import wrap
 from onegrid.guard.turns import due
@@ -126,3 +128,21 @@ def test_a_backward_mode_is_the_one_that_was_asked_for_and_the_one_that_ran(fiel
         site.calls[other] = 1
     verdict = compare_bytes(pair.learner)
     assert (verdict.status, verdict.tensors) == ("failed", tuple(pair.learner.keys[key]))
+
+
+@pytest.mark.parametrize(("row", "per_sync"), [(0, 1), (7, 99)])
+def test_masters_are_base_and_adapters_in_a_row_of_each_at_once_and_whole_when_they_have_their_turn(row, per_sync):
+    pair = Pair("adapted")
+    assert compare_bytes(pair.learner, per_sync=per_sync).passed
+    key = "model.layers.1.self_attn.o_proj.weight"
+    with torch.no_grad():
+        pair.learner.masters[key][row] += 1.0
+    verdict = compare_bytes(pair.learner, per_sync=per_sync)
+    assert (verdict.status, verdict.tensors, verdict.cause) == ("failed", (key,), NOT_MERGED)
+
+
+def test_tensors_that_share_an_amax_are_quantized_again_together():
+    pair = Pair("moe", "nvfp4_experts")
+    for version in range(len(pair.learner.masters)):
+        pair.learner.version = version
+        assert compare_bytes(pair.learner, per_sync=1).passed
