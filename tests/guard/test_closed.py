@@ -30,6 +30,7 @@ from onegrid.guard.sentinel import (
 from onegrid.guard.storage import compare_storage
 from onegrid.guard.verdict import FailedChecks
 from onegrid.rl.loop import snapshot
+from onegrid.sampler.base import engine_of
 from onegrid.sync import manifest_of
 from tests.guard.pair import Pair
 from tests.guard.test_guard import batch_of, rollouts
@@ -225,3 +226,14 @@ def test_the_limit_of_a_chart_is_that_of_all_watched_metrics_together():
     line = {key: ALLOWANCE + 1.0 for key in WATCHED}  # each step adds 1
     quiet = math.floor(limit_for(RUN_LENGTH * len(WATCHED)))
     assert [sentinel.judge(line).passed for _ in range(quiet + 1)] == [True] * quiet + [False]
+
+
+def test_engines_are_told_apart_by_what_they_say_or_what_they_are():
+    class Told:
+        engine_version = "0.32.0"
+
+    class Silent:
+        """Says nothing."""
+
+    assert engine_of(Told()) == "0.32.0"
+    assert engine_of(Silent()) != engine_of(Pair().sampler)

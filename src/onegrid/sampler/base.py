@@ -107,5 +107,5 @@ class Sampler(Protocol):
 
 
 def engine_of(sampler: Sampler) -> str:
-    """Engine and version, as a calibration names them: what the sampler says, else the embedded one's."""
-    return str(getattr(sampler, "engine_version", f"embedded {onegrid.__version__}"))
+    """Engine and version, as a calibration names them: what the sampler says, else its class and our own version."""
+    return str(getattr(sampler, "engine_version", f"{type(sampler).__name__} of onegrid {onegrid.__version__}"))
