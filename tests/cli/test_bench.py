@@ -113,10 +113,16 @@ def test_rows_of_other_commands_stay_and_those_of_the_same_are_replaced(tmp_path
 
 
 def test_a_table_that_goes_to_a_file_has_every_name_whole_and_no_goals_of_another_machine():
-    result = CliRunner().invoke(app, ["bench", "ops", "sync", *SMALL, "--layers", "1"])
+    result = CliRunner().invoke(app, ["bench", "ops", "sync", "pins", "host", *SMALL, "--layers", "1"])
     assert result.exit_code == 0, result.output
-    for name in ("quantize-decode nvfp4_row (512, 1024)", "quantize to codes mxfp8 (512, 1024)", "sync tiny mxfp8"):
+    for name in (
+        "quantize-decode nvfp4_row (512, 1024)",
+        "quantize to codes mxfp8 (512, 1024)",
+        "sync tiny mxfp8",
+        "host, micro-batch of tiny",
+    ):
         assert name in result.output
+    assert "start-up proof, shapes of tiny, 1 to 512 rows, again" in result.output
     assert "making a version tiny mxfp8, 1 layers" in result.output
     assert ">=" not in result.output and "<=" not in result.output
 

@@ -131,7 +131,7 @@ def evaluate(
 
 
 @app.command()
-@click.argument("parts", nargs=-1, metavar="[ops|sampler|learner|sync|linears|host|experts]...")
+@click.argument("parts", nargs=-1, metavar="[ops|sampler|learner|sync|linears|host|experts|pins]...")
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
 @click.option("--model", "shape", default="tiny", show_default=True, help="Shape: tiny, qwen3-0.6b, qwen3-8b, ...")
 @click.option("--presets", default="bf16,mxfp8", show_default=True, help="Recipes; bf16 first, for comparison.")
@@ -159,7 +159,8 @@ def bench(
 
     ops: quantizers, attention and packed matmuls. sampler: decoding. learner: a micro-batch forward and backward, and
     whether its log-probabilities are the sampler's. sync: an update with every digest. linears: those of one layer.
-    host: its time in a micro-batch. experts: a mixture in graphs. Targets are an H200's and stand only beside a GPU.
+    host: its time in a micro-batch. experts: a mixture in graphs. pins: the proof at start-up. Targets are an H200's
+    and stand only beside a GPU.
 
     \b
     Example: onegrid bench learner sync --device cpu --layers 2

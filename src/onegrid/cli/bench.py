@@ -22,7 +22,7 @@ from onegrid.study import bench, bench_linears, bench_sampler
 from onegrid.study.bench import Row
 from onegrid.study.parts import find_device
 
-PARTS = ("ops", "sampler", "learner", "sync", "linears", "host", "experts")
+PARTS = ("ops", "sampler", "learner", "sync", "linears", "host", "experts", "pins")
 WIDE = 200
 """Columns of the table where no terminal says how many there are."""
 
@@ -99,6 +99,8 @@ def run(
             found = bench_linears.bench_host(shape, names, where, layers=layers)
         elif part == "experts":
             found = bench_linears.bench_experts(where, layers=layers or 2, batches=sizes, new=new)
+        elif part == "pins":
+            found = bench_linears.bench_pins(shape, where, tokens=tokens)
         else:
             found = bench.bench_sync(shape, names, where, layers=layers)
         for row in found:

@@ -13,9 +13,11 @@ from torch import Tensor
 from onegrid.learner.config import LearnerConfig
 from onegrid.learner.learner import Learner
 from onegrid.model.spec import ModelSpec, tensor_shapes
+from onegrid.ops.table import kernels_for
 from onegrid.recipe import PRESETS, Plan, resolve
 from onegrid.study import bench
 from onegrid.study.bench import Row, graph_seconds, row, seconds
+from onegrid.study.parts import prove_pins
 from onegrid.types import Batch
 
 NATIVE = ("fp8_block", "fp8_tensor")
@@ -94,6 +96,18 @@ def bench_host(shape: str, presets: list[str], device: torch.device, *, layers: 
                 made = dataclasses.replace(made, target="<= 2 ms extra", met=extra <= 2.0)
             yield made
         del learner
+
+
+def bench_pins(shape: str, device: torch.device, *, tokens: int) -> Iterator[Row]:
+    """The proof at start-up for a shape: as a process meets it, kernels compiled or in a cache, and once more."""
+    spec, _ = plan_of(shape, "bf16", native=False)
+    kernels = kernels_for(device, num_heads=spec.num_heads, num_groups=spec.num_kv_heads, head_dim=spec.head_dim)
+    for when in ("first", "again"):
+        proof = prove_pins(spec, kernels, str(device), max_tokens=tokens)
+        why = f"{proof.operations} operations" + (f", FAILED: {', '.join(proof.failed)}" if proof.failed else "")
+        most = 1.0 if device.type == "cuda" and when == "first" else None
+        name = f"start-up proof, shapes of {shape}, 1 to {max(512, tokens)} rows, {when}"
+        yield row(name, proof.seconds, "s", 2.0, "s, the most that it may take", most=most, why=why)
 
 
 def _host_seconds(learner: Learner, batch: Batch, device: torch.device) -> float:
