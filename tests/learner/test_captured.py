@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
-from onegrid.learner.captured import MicroBatches, bucket_rows, bucket_segments
+from onegrid.learner.captured import MicroBatches, bucket_rows, bucket_segments, refusal
+from onegrid.learner.config import LearnerConfig, LoraConfig
 from onegrid.ops.packed_attention import segments_of
+from onegrid.ops.table import TRITON
 from tests.bytes import assert_same_bytes
 from tests.learner.test_learner import batch_of, learner_of
 
@@ -17,6 +21,30 @@ def test_buckets_hold_their_rows_and_are_few():
             assert rows <= bucket_rows(rows, multiple) <= max(256, 1.26 * rows + 128)
             assert bucket_rows(rows, multiple) % multiple == 0
     assert len({bucket_rows(rows, 1) for rows in range(1, 8193)}) <= 40
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"capture": False}, "learner.capture is false"),
+        ({"recompute": True}, "learner.recompute"),
+        ({"weights": "codes"}, 'learner.weights = "codes"'),
+        ({"lora": LoraConfig(rank=1)}, "learner.lora"),
+        ({}, "the device is cpu"),
+    ],
+    ids=str,
+)
+def test_why_micro_batches_run_without_graphs_is_said_and_on_a_gpu_it_is_a_warning(change, why, monkeypatch):
+    learner = learner_of("dense", "bf16")
+    assert learner.captured is None
+    learner.config = LearnerConfig(**{"capture": True} | change)
+    if change:
+        learner.device = torch.device("cuda")  # nothing is computed any more
+    assert why in refusal(learner.config, learner.device, TRITON, learner.grad_weights)
+    learner.live.kernels = TRITON
+    loud = bool(change) and learner.config.capture
+    with pytest.warns(UserWarning, match="without graphs, since learner") if loud else nullcontext():
+        assert learner._capturing() is None
 
 
 def test_segments_are_filled_up_with_empty_ones():

@@ -17,17 +17,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onegrid.learner.config import LearnerConfig
 from onegrid.learner.packing import Packed
 from onegrid.learner.weights import GradWeights
 from onegrid.model.decoder import Rows
 from onegrid.ops.capture import capturing
 from onegrid.ops.packed_attention import Segments
 from onegrid.ops.pins import round_up
+from onegrid.ops.table import Kernels
 
 Decode = Callable[[Tensor, Rows, Segments], Tensor]
 """(embedded rows [R, D], rows, segments) -> hidden states [R, D], with gradients."""
 MOST = 8
 """Buckets that are captured; each holds the activations of a micro-batch."""
+
+
+def refusal(config: LearnerConfig, device: torch.device, kernels: Kernels, weights: GradWeights) -> str:
+    """Why micro-batches are not captured; "" where they are."""
+    reasons = {
+        "learner.capture is false": not config.capture,
+        f"the device is {device}": device.type != "cuda",
+        "learner.recompute runs layers again": config.recompute,
+        "learner.lora merges weights that graphs would keep": config.lora is not None,
+        'learner.weights = "codes" keeps no operand that graphs could read': config.weights == "codes",
+        f"{kernels.name} kernels wait for the host": not kernels.can_capture,
+        "a quantized backward of experts waits for the host": not weights.can_capture,
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
 
 
 def bucket_rows(num_rows: int, multiple: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from onegrid.errors import CapabilityError, CheckpointError
 from onegrid.learner.adapter_files import adapters_of
-from onegrid.learner.captured import MicroBatches, bucket_rows
+from onegrid.learner.captured import MicroBatches, bucket_rows, refusal
 from onegrid.learner.config import LearnerConfig, learning_rate
 from onegrid.learner.gradients import scale_gradients, squares_by_group
 from onegrid.learner.loss import LossConfig, loss_metrics, policy_loss, token_weights
@@ -145,11 +146,11 @@ class Learner:
         self._quantize()
 
     def _capturing(self) -> MicroBatches | None:
-        """Where micro-batches are captured, what holds them."""
-        config = self.config
-        plain = config.capture and not (config.recompute or self.adapters or config.weights == "codes")
-        able = self.device.type == "cuda" and self.live.kernels.can_capture and self.grad_weights.can_capture
-        return MicroBatches(self.grad_weights) if plain and able else None
+        """Where micro-batches are captured, what holds them. On a GPU a wish that cannot be met is a warning."""
+        why = refusal(self.config, self.device, self.live.kernels, self.grad_weights)
+        if why and self.config.capture and self.device.type == "cuda":
+            warnings.warn(f"learner.capture: micro-batches run without graphs, since {why}", stacklevel=3)
+        return None if why else MicroBatches(self.grad_weights)
 
     def canonical(self) -> dict[str, Canonical]:
         """What the sampler must hold of this version, by canonical name.
