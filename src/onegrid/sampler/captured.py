@@ -45,7 +45,7 @@ def probe_captured(graphs: Graphs, model: Model, prompts: Sequence[Sequence[int]
         rows = slice(len(part))
         state.prompt_S[rows] = torch.tensor([len(prompt) - 1 for prompt in part], device=device)
         state.forced_S[rows] = torch.tensor([prompt[-1] for prompt in part], device=device)
-        state.length_S[rows], state.limit_S[rows], state.report_4S[ENDED, rows] = 0, 1, 0
+        state.length_S[rows], state.limit_S[rows], state.report_4S[ENDED, rows] = 0, 2, 0  # nobody ends in this step
         try:
             graphs.replay(model, len(part), sampling)
         finally:

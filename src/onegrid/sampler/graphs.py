@@ -208,8 +208,9 @@ def step(
     position_N = (state.prompt_S[rows] + length_N - 1).clamp(min=0, max=len(model.rope[0]) - 1)
     attend = DecodeAttend(cache, position_N, None, model.weights.kernels)
     routes: list[Tensor] | None = [] if record_routing else None
-    # Where one scale spans all rows, those that nobody owns must not have a say in it.
-    owned_N = ~ended_N if any(map(spans_rows, model.weights.activation.values())) else None
+    # Where one scale spans all rows, those that nobody owns, or that ended just now, must not have a say in it.
+    spanned = any(map(spans_rows, model.weights.activation.values()))
+    owned_N = state.report_4S[ENDED, rows] == 0 if spanned else None
     hidden_ND.copy_(model.hidden(Rows(tokens_N=token_N, positions_N=position_N, mask_N=owned_N), attend, routes))
     if routes is not None and state.routing_SRLK is not None:
         # Of a slot that has ended nothing is read behind its length; a full one's clamped column keeps what it has.
