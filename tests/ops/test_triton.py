@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +12,7 @@ from torch import Tensor
 from onegrid.errors import CapabilityError, ConfigError
 from onegrid.formats import QUANTIZERS
 from onegrid.ops import chains, producers
+from onegrid.ops import table as kernels_of
 from onegrid.ops.activation import swiglu
 from onegrid.ops.norm import rms_norm
 from onegrid.ops.packed_attention import Segments, packed_attention, segments_of, triton_packed_attention
@@ -43,6 +47,19 @@ def test_every_row_of_the_table_names_a_function_and_every_operation_has_a_defin
         if not module.endswith("_triton"):
             assert callable(getattr(importlib.import_module(f"onegrid.{part}.{module}"), name))
         assert any(r.operation == row.operation and r.promise == "definition" for r in TABLE)
+
+
+SOURCE = Path(kernels_of.__file__).parents[1]
+KERNELS = sorted([*SOURCE.glob("*/*_triton.py"), *SOURCE.glob("*/*.cu")])
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda path: path.name)
+def test_no_kernel_lacks_a_row_and_none_adds_in_an_order_that_chance_decides(kernel):
+    named = {tuple(f"ops.{row.where}".split(".")[-3:-1]) for row in TABLE if row.promise != "definition"}
+    callers = [SOURCE / part / f"{module}.py" for part, module in named]
+    name = kernel.name if kernel.suffix == ".cu" else kernel.stem
+    assert kernel in callers or any(name in path.read_text(encoding="utf-8") for path in callers)
+    assert not re.search(r"atomic_\w+\(|atomic[A-Z]\w+\(|\bred\.", kernel.read_text(encoding="utf-8"))
 
 
 def test_a_cpu_gets_the_definitions_and_an_impossible_wish_is_refused():
