@@ -12,7 +12,7 @@ import torch
 
 from onegrid.errors import CapabilityError
 from onegrid.ops import selftest
-from onegrid.ops.pins import WORKSPACE, pin
+from onegrid.ops.pins import GPU_CHUNK, WORKSPACE, pin
 from onegrid.ops.table import kernels_for
 
 SHAPES = {
@@ -50,6 +50,35 @@ def test_an_operation_that_looks_at_its_batch_is_named(operation, monkeypatch):
     assert any(name.startswith(word) for name in proof.failed)
     with pytest.raises(CapabilityError, match=word):
         selftest.require(proof)
+
+
+def test_kernels_with_longer_chunks_are_proved_beyond_their_first_one():
+    def slots(q_NHD, k_NGD, v_NGD, keys_SGLD, values_SGLD, position_N):
+        keys, values = (x.transpose(1, 2) for x in (keys_SGLD, values_SGLD))
+        out = selftest.attention(q_NHD[:, None], keys, values, position_N)[:, 0]
+        return out * (1 + (wrong & (position_N >= GPU_CHUNK))[:, None, None])
+
+    def draw(*shape):
+        return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).bfloat16()
+
+    kernels = dataclasses.replace(selftest.PLAIN, slots=slots)
+    found = []
+    for wrong in (False, True):
+        found.append(selftest._attention_failures(draw, (4, 2, 16), kernels))
+    assert found == [[], [f"attention of 4/2 heads of 16, decode at position {GPU_CHUNK}"]]
+
+
+def test_logits_are_proved_for_as_many_rows_as_a_learner_takes_at_once(monkeypatch):
+    seen = []
+
+    def logits(x, head):
+        seen.append(len(x))
+        return x @ head.mT
+
+    monkeypatch.setattr(selftest, "logits", logits)
+    monkeypatch.setattr(selftest, "rows_at_once", lambda vocabulary, width: 320)
+    selftest.self_test(**SHAPES | {"max_rows": 512})
+    assert max(seen) == 320
 
 
 def test_flushed_subnormals_are_named():

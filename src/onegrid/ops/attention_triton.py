@@ -18,8 +18,9 @@ import triton.language as tl
 from torch import Tensor, empty, float32
 
 from onegrid.errors import CapabilityError
+from onegrid.ops.pins import GPU_CHUNK
 
-CHUNK = 256
+CHUNK = GPU_CHUNK
 """Keys whose state is computed on its own."""
 
 TILE = 64

@@ -112,8 +112,13 @@ def token_logp(
     return TokenLogProb.apply(hidden_ND, master, head_VD, tokens_N, temperature, kept)
 
 
+def rows_at_once(vocabulary: int, width: int) -> int:
+    """Rows of a chunk, see `token_logp`."""
+    return max(TILE, CHUNK_ELEMENTS // vocabulary // TILE * TILE, width // 4 // TILE * TILE)
+
+
 def _chunks(hidden_ND: Tensor, head_VD: Tensor) -> list[slice]:
-    rows = max(TILE, CHUNK_ELEMENTS // head_VD.shape[0] // TILE * TILE, head_VD.shape[1] // 4 // TILE * TILE)
+    rows = rows_at_once(*head_VD.shape)
     return [slice(start, min(start + rows, len(hidden_ND))) for start in range(0, len(hidden_ND), rows)]
 
 

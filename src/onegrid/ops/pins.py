@@ -25,6 +25,9 @@ HEAD_TILE = 8
 CHUNK = 32
 """Keys per attention chunk."""
 
+GPU_CHUNK = 256
+"""The same of the kernels for GPUs."""
+
 
 def pin(device: torch.device | str = "cpu") -> None:
     """Sets the switches that fix the order of sums. Call once before the first matmul; cheap to repeat.

@@ -20,11 +20,11 @@ from onegrid.formats import QUANTIZERS, Quantizer, quantize
 from onegrid.ops.attention import attention
 from onegrid.ops.grouped import Gather, dispatch, grouped_matmul, take
 from onegrid.ops.linear import matmul
-from onegrid.ops.logprob import log_probs, logits
+from onegrid.ops.logprob import log_probs, logits, rows_at_once
 from onegrid.ops.native import native_matmul, native_operand, native_operand_of
 from onegrid.ops.operand import Operand, operand
 from onegrid.ops.packed_attention import segments_of
-from onegrid.ops.pins import CHUNK, TILE, WORKSPACE, pin
+from onegrid.ops.pins import CHUNK, GPU_CHUNK, TILE, WORKSPACE, pin
 from onegrid.ops.routing import NarrowLinear
 from onegrid.ops.table import PLAIN, Kernels
 
@@ -146,7 +146,8 @@ def self_test(
     few = min(max_rows, max(BATCHES))
     compare(f"log-softmax of {vocabulary}", lambda x: log_probs(x.float(), 0.7), draw(few, vocabulary))
     head = draw(vocabulary, widths[0] if hidden is None else hidden)
-    compare(f"logits {vocabulary} x {head.shape[1]}", lambda x: logits(x, head), draw(few, head.shape[1]))
+    most = min(max_rows, max(few, rows_at_once(*head.shape)))  # as many as a learner takes
+    compare(f"logits {vocabulary} x {head.shape[1]}", lambda x: logits(x, head), draw(most, head.shape[1]))
     failed += _attention_failures(draw, heads, kernels)
     return Proof(
         device=str(device),
@@ -204,7 +205,8 @@ def _attention_failures(draw: Callable[..., Tensor], heads: tuple[int, int, int]
     """Three packed sequences against one alone, and decode of single positions against prefill."""
     num_heads, num_groups, width = heads
     name = f"attention of {num_heads}/{num_groups} heads of {width}"
-    length = 2 * CHUNK + 5
+    chunk = CHUNK if kernels.slots is None else GPU_CHUNK
+    length = 2 * chunk + 5
     q, k, v = (draw(3 * length, count, width) for count in (num_heads, num_groups, num_groups))
     firsts = [length * i for i in range(3)]
     whole = kernels.packed_attention(q, k, v, segments_of(firsts, [length] * 3, 3 * length, q.device))
@@ -212,7 +214,7 @@ def _attention_failures(draw: Callable[..., Tensor], heads: tuple[int, int, int]
     alone = kernels.packed_attention(q[last], k[last], v[last], segments_of([0], [length], length, q.device))
     if not same_bytes(alone, whole[last]):
         return [f"{name}, packed"]
-    for position in (0, CHUNK - 1, CHUNK, length - 1):
+    for position in (0, chunk - 1, chunk, length - 1):
         rows = torch.tensor(firsts, device=q.device) + position
         for some in (slice(0, 3), slice(2, 3)):
             out = _decoded(kernels, *(t.view(3, length, -1, width)[some] for t in (q, k, v)), position=position)
