@@ -10,6 +10,7 @@ import torch
 from onegrid.guard.freshness import fresh_sampler, fresh_tokens
 from onegrid.guard.injection import wrap
 from onegrid.guard.probe import probe, probe_prompts
+from onegrid.guard.selfcheck import selfcheck
 from onegrid.guard.storage import compare_storage
 from onegrid.rl.loop import snapshot
 from tests.guard.pair import Pair
@@ -68,7 +69,7 @@ def test_a_probe_of_an_exact_engine_is_held_to_every_bit_of_a_whole_answer():
     pair = Pair()
     pair.sync()
     assert asked(pair).passed
-    assert asked(pair, change=lambda x: torch.nextafter(x, torch.zeros_like(x))).condition == "C4"
+    assert asked(pair, change=lambda x: torch.nextafter(x, torch.zeros_like(x))).status == "failed"
     assert asked(pair, change=lambda x: x[:-1]).status == "could not tell"
     assert asked(pair, change=lambda x: x * float("nan")).condition == "C6"
 
@@ -107,4 +108,14 @@ def test_prompts_that_outlive_an_update_and_tokens_without_a_label_are_stale():
     short = [dataclasses.replace(s, version_R=s.version_R[:-1]) for s in batch.sequences]
     assert fresh_tokens(dataclasses.replace(batch, sequences=tuple(short)), version=0).status == "failed"
     wrap(pair.sampler, "cached_versions", lambda original: {0, 1})
-    assert fresh_sampler(pair.sampler, version=0, before=None).condition == "C7"
+    assert fresh_sampler(pair.sampler, version=0, before=None).status == "failed"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_products_that_are_not_finite_are_outside_every_bound(bad):
+    pair = Pair()
+    pair.sync()
+    held = snapshot(pair.learner)
+    assert selfcheck(pair.learner.plan, pair.sampler, held, per_sync=99).passed
+    wrap(pair.sampler, "multiply", lambda original, key, x: original(key, x).fill_(bad))
+    assert selfcheck(pair.learner.plan, pair.sampler, held, per_sync=99).status == "failed"
