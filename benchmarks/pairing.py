@@ -3,9 +3,10 @@ blame where they differ: packed weights, the kernels that quantize behind a norm
 
     python benchmarks/pairing.py --shape qwen3-8b --layers 4 --presets bf16 mxfp8 nvfp4_all --device cuda [--json FILE]
 
-Weights are random. Every preset is synchronized once and then asked with 1, 17 and 48 prompts, so that steps have 16,
-32 and 48 rows. Arms "as it runs" have everything that the engine chooses; each other arm has one thing taken away. The
-exit code is 1 where the first arm of a preset has an unequal byte.
+Weights are random. Every preset is synchronized once and then asked with 1, 17, 48 and 256 prompts, so that steps
+have 16, 32, 48 and 256 rows; with --prompt 300 keys lie in several chunks. Arms "as it runs" have everything that the
+engine chooses; each other arm has one thing taken away. The exit code is 1 where the first arm of a preset has an
+unequal byte.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from onegrid.sampler.engine import Engine, SamplerConfig
 from onegrid.study import bench
 from onegrid.sync import push
 
-COUNTS = (1, 17, 48)
+COUNTS = (1, 17, 48, 256)
 ARMS: dict[str, dict[str, Any]] = {
     "as it runs": {},
     "decoded weights": {"weights": "decoded"},
@@ -43,6 +44,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--presets", nargs="+", default=["bf16", "mxfp8", "nvfp4_all"])
     parser.add_argument("--new", type=int, default=16, help="tokens of a completion (16)")
+    parser.add_argument("--prompt", type=int, default=12, help="tokens of a prompt (12)")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -54,7 +56,7 @@ def main() -> int:
         learner = Learner(spec, plan, bench.random_tensors(spec, device), LearnerConfig(), device=device)
         for arm, settings in ARMS.items():
             began = time.monotonic()
-            row = {"preset": preset, "arm": arm} | compare(learner, args.new, **settings)
+            row = {"preset": preset, "arm": arm} | compare(learner, args.new, args.prompt, **settings)
             found.append(row | {"seconds": time.monotonic() - began})
             print(
                 f"{args.shape}, {args.layers} layers, {preset}, {arm}: {row['equal']} of {row['of']} of equal bytes, "
@@ -70,20 +72,20 @@ def main() -> int:
 
 
 def compare(
-    learner: Learner, new: int, *, weights: str = "auto", fused: bool = True, capture: bool = True
+    learner: Learner, new: int, prompt: int, *, weights: str = "auto", fused: bool = True, capture: bool = True
 ) -> dict[str, Any]:
     """How many log-probabilities of an engine with these settings have the learner's bytes."""
     live = LiveWeights(learner.spec, learner.plan, side="sampler", device=learner.device, weights=weights)
     if not fused:
         live.fuses = lambda key, width: None  # type: ignore[method-assign]
-    config = SamplerConfig(max_slots=max(COUNTS), max_len=16 + new, capture=capture, weights=weights)
+    config = SamplerConfig(max_slots=max(COUNTS), max_len=prompt + new, capture=capture, weights=weights)
     engine = Engine(live, config)
     tensors = learner.canonical()
     push(Snapshot(version=learner.version, plan_digest=learner.plan.digest, tensors=tensors), engine)
     equal = of = 0
     largest = 0.0
     for count in COUNTS:
-        rollouts = engine.generate(bench.requests(count, prompt=12, new=new, vocab=learner.spec.vocab_size))
+        rollouts = engine.generate(bench.requests(count, prompt=prompt, new=new, vocab=learner.spec.vocab_size))
         mine = torch.cat(learner.log_probs(bench.batch_of(rollouts))).cpu()
         theirs = torch.cat([rollout.logp_R for rollout in rollouts])
         equal += int((mine.view(torch.int32) == theirs.view(torch.int32)).sum())

@@ -161,6 +161,19 @@ def test_sleep_drops_graphs_and_wake_makes_new_ones(gpu):
     assert_same_bytes(bytes_of(engine.generate(requests)), bytes_of(first))
 
 
+def test_two_engines_of_one_process_keep_their_graphs_apart(gpu):
+    requests = requests_of(20)
+    engines = [engine_of("dense", "mxfp8", device=gpu), engine_of("moe", "nvfp4_all", 7, device=gpu)]
+    alone = [engine.generate(requests) for engine in engines]
+    engines += [engine_of("dense", "mxfp8", device=gpu)]
+    for _ in range(2):
+        for engine, want in zip(engines, [*alone, alone[0]], strict=True):
+            assert_same_bytes(bytes_of(engine.generate(requests)), bytes_of(want))
+    del engines[0]
+    gc.collect()
+    assert_same_bytes(bytes_of(engines[-1].generate(requests)), bytes_of(alone[0]))
+
+
 def test_an_adopted_plan_is_captured_anew(gpu):
     engine = engine_of("dense", "mxfp8", device=gpu)
     engine.generate(requests_of(5))

@@ -86,6 +86,21 @@ def test_log_probs_are_the_same_bits_after_every_update(model, preset, device):
     assert engine.version == 2
 
 
+@pytest.mark.parametrize(("model", "preset"), [("dense", "nvfp4_all"), ("moe", "mxfp8")])
+def test_hundreds_of_captured_steps_have_the_learners_bits_while_weights_change(model, preset, gpu):
+    learner, engine = learner_of(model, preset, device=gpu)
+    assert engine.capabilities.captured
+    steps = 0
+    for update in range(40):
+        sync(learner, engine)
+        rollouts = engine.generate(requests_of(6, seed=update, max_new_tokens=24))  # into 5 slots
+        report = learner.forward_backward(batch_of(rollouts))
+        assert_same_bytes([x.cpu() for x in report.logp], [r.logp_R.cpu() for r in rollouts], f"update {update}")
+        learner.step()
+        steps += max(len(r.tokens_R) for r in rollouts)
+    assert steps >= 300
+
+
 @pytest.mark.parametrize("model", ["dense", "moe"])
 def test_a_quantized_cache_is_exact_when_the_learner_attends_to_the_same_grid(model):
     _, plan = plan_of(model, "mxfp8", kv_cache="fp8", learner_kv="fp8")
