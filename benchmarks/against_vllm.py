@@ -146,7 +146,8 @@ def decode_vllm(options: argparse.Namespace, preset: str, ready: Ready) -> dict[
 
 def update_vllm(options: argparse.Namespace, preset: str, ready: Ready) -> dict[str, float]:
     """Seconds of a synchronization into vLLM: transfer with every digest, and with all checks of a training step."""
-    from onegrid.guard.guard import GuardConfig, guard_of, guard_sync
+    from onegrid.guard.config import GuardConfig
+    from onegrid.guard.guard import guard_of, guard_sync
     from onegrid.sampler.vllm.adapter import VllmSampler
     from onegrid.sampler.vllm.config import VllmConfig
 

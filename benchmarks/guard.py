@@ -27,7 +27,8 @@ from rich.console import Console
 from onegrid.config import load_config
 from onegrid.formats import digest
 from onegrid.guard import audit, byte_comparison, digests, freshness, probe, selfcheck, storage
-from onegrid.guard.guard import CHECKS, Guard, GuardConfig, guard_of, guard_sync
+from onegrid.guard.config import CHECKS, GuardConfig
+from onegrid.guard.guard import Guard, guard_of, guard_sync
 from onegrid.learner import learner
 from onegrid.learner.config import LearnerConfig
 from onegrid.ops.pins import pin

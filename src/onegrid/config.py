@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import tomli_w
 
 from onegrid.errors import CapabilityError, ConfigError
-from onegrid.guard.guard import GuardConfig
+from onegrid.guard.config import GuardConfig
 from onegrid.guard.probe import LENGTH as PROBE_LENGTH
 from onegrid.learner.config import LearnerConfig
 from onegrid.learner.loss import LossConfig

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from onegrid.cli.train import run
-from onegrid.guard.guard import CHECKS
+from onegrid.guard.config import CHECKS
 from onegrid.rl.record import read_metrics
 from tests.rl.tiny import lines_without_clocks, write_tiny_run
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from onegrid.cli.train import summary
-from onegrid.guard.guard import CHECKS
+from onegrid.guard.config import CHECKS
 
 ALL = {f"guard/{check}": 1 for check in CHECKS}
 REST = [check for check in CHECKS if check != "audit"]

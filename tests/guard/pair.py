@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from onegrid.guard.guard import Guard, GuardConfig, GuardReport, guard_of, guard_sync
+from onegrid.guard.config import GuardConfig
+from onegrid.guard.guard import Guard, GuardReport, guard_of, guard_sync
 from onegrid.guard.injection import Bench
 from onegrid.study.corruptions import update
 from onegrid.study.pairing import make_bench

@@ -11,10 +11,10 @@ import torch
 
 from onegrid.errors import ConfigError
 from onegrid.guard.audit import audit
+from onegrid.guard.config import GuardConfig
 from onegrid.guard.digests import compare_digests
 from onegrid.guard.faults import FAULTS
 from onegrid.guard.freshness import fresh_sampler, fresh_tokens
-from onegrid.guard.guard import GuardConfig
 from onegrid.guard.injection import wrap
 from onegrid.guard.sentinel import (
     ALLOWANCE,

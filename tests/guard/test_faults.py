@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from onegrid.errors import ConfigError
+from onegrid.guard.config import CHECKS
 from onegrid.guard.faults import FAULTS, fault
-from onegrid.guard.guard import CHECKS
 from onegrid.study.campaign import guarded, try_fault
 from onegrid.study.corruptions import run_corruptions, run_healthy
 from onegrid.study.fault_report import markdown, problems, rows

@@ -12,9 +12,10 @@ from onegrid.errors import CapabilityError, ConfigError, RecipeError
 from onegrid.formats import QUANTIZERS, quantize
 from onegrid.guard.audit import audit
 from onegrid.guard.byte_comparison import stale_transposes
+from onegrid.guard.config import CHECKS, GuardConfig
 from onegrid.guard.fallback import with_bf16
 from onegrid.guard.freshness import fresh_sampler, fresh_tokens
-from onegrid.guard.guard import CHECKS, GuardConfig, check_step, guard_of, keep_in_bf16
+from onegrid.guard.guard import check_step, guard_of, keep_in_bf16
 from onegrid.guard.inject_learner import both_sides_forget
 from onegrid.guard.injection import after_derive, after_load, wrap
 from onegrid.guard.selfcheck import linears

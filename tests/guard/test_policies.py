@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from onegrid.guard.config import CHECKS, GuardConfig
 from onegrid.guard.faults import FAULTS
-from onegrid.guard.guard import CHECKS, GuardConfig, guard_of
+from onegrid.guard.guard import guard_of
 from onegrid.guard.injection import after_load
 from onegrid.guard.verdict import FailedChecks
 from onegrid.rl.record import read_metrics

@@ -9,7 +9,8 @@ import torch
 
 from onegrid.errors import ConfigError
 from onegrid.guard.chart import Detector, contrast
-from onegrid.guard.guard import GuardConfig, check_step, guard_of
+from onegrid.guard.config import GuardConfig
+from onegrid.guard.guard import check_step, guard_of
 from onegrid.guard.inject_state import cache_grid, other_epsilon
 from onegrid.guard.injection import Bench
 from onegrid.guard.prediction import chosen

@@ -11,7 +11,7 @@ import pytest
 from onegrid.cli.train import run, summary
 from onegrid.config import load_config
 from onegrid.errors import CheckpointError, ConfigError, SyncError, TaskError
-from onegrid.guard.guard import CHECKS
+from onegrid.guard.config import CHECKS
 from onegrid.guard.watch import Watch
 from onegrid.learner.learner import Learner
 from onegrid.rl import checkpoint, loop
@@ -177,6 +177,21 @@ def test_an_update_that_is_lost_while_it_reports_success_stops_the_run(tmp_path,
     assert caught.value.condition == "C7"
     incident, *_ = [json.loads(line) for line in (tmp_path / "run" / "incidents.jsonl").read_text().splitlines()]
     assert (incident["check"], incident["condition"], incident["step"]) == ("freshness", "C7", 2)
+
+
+@pytest.mark.parametrize(
+    ("limit", "told"), [("guard.entropy_high=0.01", "train/entropy"), ("guard.entropy_low=0.999", "train/entropy")]
+)
+def test_a_policy_outside_of_the_limits_is_stopped_before_its_update(tmp_path, limit, told):
+    path = write_tiny_run(tmp_path)
+    with pytest.raises(SyncError, match=told) as caught:
+        train(path, tmp_path / "run", limit)
+    assert caught.value.condition == "C6"
+    (incident,) = [json.loads(line) for line in (tmp_path / "run" / "incidents.jsonl").read_text().splitlines()]
+    assert (incident["check"], incident["step"], incident["version"]) == ("sentinel", 1, 0)
+    assert "limits of the configuration" in incident["expected"]
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [0]
+    train(path, tmp_path / "unwatched", limit, 'guard.off=["sentinel"]')
 
 
 def test_an_interrupted_run_says_how_to_go_on(tmp_path, monkeypatch, capsys):

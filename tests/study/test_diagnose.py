@@ -184,7 +184,8 @@ def test_a_kept_set_that_the_learner_does_not_know_is_named():
 
 
 def test_an_inexact_pairing_is_calibrated_at_fixed_weights_and_its_sentinel_tells_a_worse_one(tmp_path):
-    from onegrid.guard.guard import GuardConfig, guard_of
+    from onegrid.guard.config import GuardConfig
+    from onegrid.guard.guard import guard_of
     from onegrid.guard.sentinel import save_expectation
     from onegrid.rl.characters import CharacterTokenizer
     from onegrid.study.calibration import batches, measure

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from onegrid.guard.guard import CHECKS, Guard, GuardConfig, GuardReport, check_step, guard_of, guard_sync
+from onegrid.guard.config import CHECKS, GuardConfig
+from onegrid.guard.guard import Guard, GuardReport, check_step, guard_of, guard_sync
 from onegrid.guard.sentinel import WATCHED
 from onegrid.guard.verdict import FailedChecks
 from onegrid.learner.config import LearnerConfig

@@ -16,7 +16,8 @@ from rich.text import Text
 
 from onegrid.config import RunConfig, load_config, to_toml
 from onegrid.errors import ConfigError, StoppedError
-from onegrid.guard.guard import CHECKS, Guard, guard_of
+from onegrid.guard.config import CHECKS
+from onegrid.guard.guard import Guard, guard_of
 from onegrid.rl import checkpoint
 from onegrid.rl.debug import sample_only
 from onegrid.rl.draw import Drawing

@@ -23,14 +23,14 @@ STAKE = 0.9
 class Detector:
     """Capital by name.
 
-    run_length  steps between false alarms of all names together, on average, at least
+    run_length  steps between false alarms of one name, on average, at least
     """
 
     run_length: float
     capital: dict[str, float] = field(default_factory=dict)
     """Natural logarithm of it, never below 0."""
 
-    def add(self, name: str, values: Iterable[float], *, num_names: int = 1) -> bool:
+    def add(self, name: str, values: Iterable[float]) -> bool:
         """One step: bets on all `values`, which know nothing of each other; whether the limit is passed.
 
         Raises ConfigError for a value outside -1 .. 1, NaN included.
@@ -42,7 +42,7 @@ class Detector:
             gain += math.log1p(STAKE * x)
         now = max(0.0, self.capital.get(name, 0.0)) + gain
         self.capital[name] = max(0.0, now)
-        return now > math.log(self.run_length * num_names)
+        return now > math.log(self.run_length)
 
 
 def contrast(measured: float, allowed: float) -> float:

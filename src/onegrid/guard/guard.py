@@ -8,15 +8,26 @@ undone, and the version before goes on serving.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, get_args
 
 from torch import Tensor
 
 from onegrid.errors import CapabilityError, ConfigError, RecipeError, SyncError
-from onegrid.guard import audit, byte_comparison, digests, freshness, layers, probe, selfcheck, sentinel, storage
+from onegrid.guard import (
+    audit,
+    byte_comparison,
+    digests,
+    freshness,
+    health,
+    layers,
+    probe,
+    selfcheck,
+    sentinel,
+    storage,
+)
+from onegrid.guard.config import GuardConfig
 from onegrid.guard.fallback import fall_back
 from onegrid.guard.incident import page
 from onegrid.guard.verdict import FailedChecks, Verdict, failed
@@ -24,69 +35,8 @@ from onegrid.guard.watch import Watch, locate
 from onegrid.learner.learner import Learner
 from onegrid.model.canonical import Snapshot
 from onegrid.sampler.base import Sampler, engine_of
-from onegrid.sync import DEFAULT_BUCKET_BYTES, SyncReport, push
+from onegrid.sync import SyncReport, push
 from onegrid.types import Batch, Manifest
-
-CHECKS = ("bytes", "audit", "digest", "storage", "selfcheck", "probe", "freshness", "sentinel")
-"""Beside these the transaction (C5) is part of every synchronization and cannot be switched off."""
-
-Policy = Literal["stop", "resend", "bf16"]
-Unknown = Literal["stop", "record"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GuardConfig:
-    """Which checks run, and what a failed one does."""
-
-    off: tuple[str, ...] = ()
-    """Checks that do not run. What is not checked is shown as such in the report."""
-    on_failure: Policy = "stop"
-    """"stop" the run; "resend" once, then stop; "bf16": resend once, then keep the named tensors in BF16 on both sides
-    and go on, which the record says."""
-    unknown: Unknown = "stop"
-    """What `could not tell` does: stop as a failure does, or only stand in the record."""
-    linears_per_sync: int = 1
-    """How many linears the self-check takes each time, all experts of a layer counting as one; so many storage keys
-    are also quantized and derived again on both sides, whatever their digests say. All have their turn in so many
-    synchronizations as this goes into their number."""
-    probe_every: int = 8
-    """Synchronizations from probe to probe, where the sampler decodes without graphs, promises bits and shows what it
-    reads, so that digest and storage check have seen what a probe can see; any other is probed every time. One with
-    graphs and bits is probed through a graph every time, and without one in these turns too."""
-    probe_band: float | None = None
-    """Largest difference (nats) of a probe from an engine that promises no bits."""
-    calibration: str = ""
-    """File with the expected mismatch of a pairing that is not exact; see `sentinel.calibrate`."""
-    replay_every: int = 8
-    """Versions from replay to replay, where the pairing is not exact: some sequences of the step's batch are computed
-    again on the plan's grids, and the sampler's log-probabilities are held against that; 0 leaves it out. A mixed plan
-    needs memory for a second copy of the weights meanwhile."""
-    replay_sequences: int = 32
-    """Sequences of a replay, of as many prompts as there are."""
-    replay_band: float = 1.0
-    """Factor on what is allowed where a replay cannot promise the sampler's bits: the nats that one step of BF16 in
-    every output of a linear and of attention makes. An engine that rounds more needs more."""
-    traces: bool = False
-    """At every turn of a replay, compare what each layer of the sampler gives with a replay, byte for byte, so that the
-    sentinel names the first layer that differs. Two forward passes over `replay_sequences`, by the embedded engine."""
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
-
-    def __post_init__(self) -> None:
-        unknown = [name for name in self.off if name not in CHECKS]
-        if unknown:
-            raise ConfigError(f"off names {', '.join(unknown)}; the checks are {', '.join(CHECKS)}")
-        for name, allowed in (("on_failure", get_args(Policy)), ("unknown", get_args(Unknown))):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed are {', '.join(allowed)}")
-        for name in ("linears_per_sync", "bucket_bytes", "probe_every", "replay_sequences"):
-            if not getattr(self, name) >= 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if not self.replay_every >= 0:
-            raise ConfigError(f"replay_every is {self.replay_every}; it must be 0 (none) or more")
-        if not 0 < self.replay_band < float("inf"):
-            raise ConfigError(f"replay_band is {self.replay_band}; it must be above 0 and finite")
-        if self.probe_band is not None and not 0 <= self.probe_band < float("inf"):
-            raise ConfigError(f"probe_band is {self.probe_band}; it must be finite and not negative")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,9 +188,25 @@ def check_step(
         return verdicts
     wrong = [v for v in guard.objections(verdicts) if mismatch or v.check != "sentinel"]  # no tokens: nothing to judge
     if wrong:
-        text = page(wrong, version=version, serving=version, action="the run stopped before the update")
+        text = page(wrong, version=version, serving=version, action=_BEFORE_UPDATE)
         raise FailedChecks(text, wrong)
     return verdicts
+
+
+def check_health(guard: Guard, metrics: Mapping[str, float], *, learner: Learner) -> list[Verdict]:
+    """The sentinel's other half, before the update: see `health.within_limits`. Raises FailedChecks."""
+    if not guard.runs("sentinel"):
+        return []
+    verdict = health.within_limits(metrics, guard.config.limits, vocab_size=learner.spec.vocab_size)
+    if guard.observe is not None:
+        guard.observe([verdict])
+    elif not verdict.passed:
+        text = page([verdict], version=learner.version, serving=learner.version, action=_BEFORE_UPDATE)
+        raise FailedChecks(text, [verdict])
+    return [verdict]
+
+
+_BEFORE_UPDATE = "the run stopped before the update"
 
 
 def _helped(report: GuardReport, error: FailedChecks, action: str) -> GuardReport:

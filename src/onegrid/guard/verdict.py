@@ -17,7 +17,7 @@ class Verdict:
     """The answer of one check at one moment."""
 
     check: str
-    """Such as "audit" or "digest"; one of `guard.CHECKS`."""
+    """Such as "audit" or "digest"; one of `config.CHECKS`."""
     condition: str
     """What it tests, or, where it failed, what is broken: "C1" .. "C7" of the contract."""
     status: Status

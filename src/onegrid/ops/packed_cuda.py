@@ -78,6 +78,8 @@ def packed_matmul(a: Operand, weight: Packed, row_N: Tensor | None) -> Tensor:
     num_rows = x.shape[0]
     if num_rows % TILE or not 0 < num_rows <= MOST_ROWS:
         raise CapabilityError(f"packed matmul of {num_rows} rows; multiples of {TILE} up to {MOST_ROWS} are covered")
+    if x.shape[1] != depth:
+        raise CapabilityError(f"packed matmul of rows of {x.shape[1]} numbers with weights of {depth}")
     pairs, bits, e8m0 = num_rows // 16, quantizer.fmt.bits, quantizer.scale == "e8m0"
     scale_bytes = _DEPTH // (32 if e8m0 else 16)
     tiles, stages = _tiles(num_columns, pairs, bits, scale_bytes)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from onegrid.errors import StoppedError, TaskError
-from onegrid.guard.guard import Guard, guard_sync, keep_in_bf16
+from onegrid.guard.guard import Guard, check_health, guard_sync, keep_in_bf16
 from onegrid.learner.learner import Learner
 from onegrid.model.canonical import Snapshot
 from onegrid.rl import checkpoint
@@ -131,6 +131,7 @@ def train(
                 with clock("update"):
                     report = learner.forward_backward(now.batch, reference_logp=now.reference_logp, **old)
                 apart, verdicts = schedule.prove(report.logp, clock)
+                verdicts = [*verdicts, *check_health(guard, now.metrics | report.metrics, learner=learner)]
                 with clock("update"):
                     updated = learner.step()
                 with clock("sync"):

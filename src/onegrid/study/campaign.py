@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from onegrid.errors import NonFiniteError, OnegridError, SyncError
+from onegrid.guard.config import GuardConfig
 from onegrid.guard.fault import Fault
 from onegrid.guard.faults import FAULTS
-from onegrid.guard.guard import GuardConfig, guard_of
+from onegrid.guard.guard import guard_of
 from onegrid.guard.injection import Bench, wrap
 from onegrid.guard.verdict import FailedChecks, Verdict
 from onegrid.rl.record import read_metrics

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from onegrid.errors import SyncError
-from onegrid.guard.guard import GuardConfig, guard_of, guard_sync
+from onegrid.guard.config import GuardConfig
+from onegrid.guard.guard import guard_of, guard_sync
 from onegrid.guard.inject_state import tensors
 from onegrid.guard.injection import Bench, wrap
 from onegrid.guard.verdict import FailedChecks

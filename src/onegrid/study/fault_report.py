@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from onegrid.guard.config import CHECKS
 from onegrid.guard.faults import FAULTS
-from onegrid.guard.guard import CHECKS
 from onegrid.rl.record import versions
 from onegrid.study.campaign import Outcome
 from onegrid.study.corruptions import Tally

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from onegrid.errors import CheckpointError
-from onegrid.guard.guard import GuardConfig, guard_of
+from onegrid.guard.config import GuardConfig
+from onegrid.guard.guard import guard_of
 from onegrid.guard.injection import wrap
 from onegrid.rl import checkpoint
 from onegrid.study.pairing import STEPS, make_bench, run_loop
