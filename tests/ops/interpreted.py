@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from onegrid.errors import CapabilityError, FormatError
@@ -55,6 +56,13 @@ def dot(self, a, b, d, *_):
     return TensorHandle((wide(a) @ wide(b) + d.data).astype(np.float32), d.dtype.scalar)
 
 
+def index(tensor, scope, patch=interpreter._patch_lang_tensor):
+    """NumPy 2.4 makes no number of an array of one; Triton 3.6 asks it to."""
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+interpreter._patch_lang_tensor = index
 InterpreterBuilder.get_bf16, InterpreterBuilder.create_dot = constant, dot
 fused_triton._mul, fused_triton.libdevice = product, Library
 grouped_triton.EXACT = tl.constexpr(False)

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton for its interpreter")
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs a GPU, or the package triton for its interpreter"
+)
 def test_kernels_are_right_or_refuse_at_shapes_that_no_model_has():
     environment = {"TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"}
     script = Path(__file__).with_name("interpreted.py")
