@@ -252,7 +252,7 @@ def told(call):
         print("told:", type(error).__name__, error.condition, str(error).partition(",")[0], flush=True)
 
 if __name__ == "__main__":
-    apart = start("dense", "bf16", apart=True)
+    apart = start("dense", "bf16", apart=True, eager=True)
     apart.push()
     snapshot = apart.snapshot()
     apart.sampler.begin(manifest_of(snapshot))
