@@ -3,8 +3,7 @@
 Each observation is a number in -1 .. 1 whose mean is not above 0 while all is well. A bettor who stakes a fixed share
 of what it has on the next one being positive cannot expect to gain then, so its capital M, begun anew at 1 whenever it
 falls below, exceeds a limit only once in `limit` steps on average, whatever the observations' distribution. Shin,
-Ramdas and Rinaldo, "E-detectors" (2022, arXiv 2203.03532), theorem 2.4; the average over several capitals is such a
-detector again, so each one's limit is `limit` times their number.
+Ramdas and Rinaldo, "E-detectors" (2022, arXiv 2203.03532), theorem 2.4.
 """
 
 from __future__ import annotations
