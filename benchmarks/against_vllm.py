@@ -193,7 +193,7 @@ def children(options: argparse.Namespace, sides: list[tuple[str, str]]) -> list[
         outs = [Path(folder) / f"{i}.json" for i in range(len(sides))]
         logs = [out.with_suffix(".log").open("w+") for out in outs]
         running = [
-            subprocess.Popen([sys.executable, *sys.argv, "--child", *side, str(out)], stdout=log, stderr=log)
+            subprocess.Popen([sys.executable, *sys.argv, "--child", *side, str(out)], stdout=log)
             for side, out, log in zip(sides, outs, logs, strict=True)
         ]
         while any(

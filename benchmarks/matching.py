@@ -249,6 +249,7 @@ def main() -> None:
         "--free", action="store_true", help="Sample on after the end of the answer, up to --new tokens."
     )
     parser.add_argument("--jobs", type=int, default=1, help="Processes that share the arms.")
+    parser.add_argument("--keep", type=Path, help="Folder of what arms found; those that are there do not run again.")
     parser.add_argument("--child", nargs=2, metavar=("ARMS", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -260,23 +261,33 @@ def main() -> None:
                 traceback.print_exc()
                 found = {"failed": f"{type(error).__name__}: {error}"}
             found["seconds"] = time.perf_counter() - began
-            (Path(options.child[1]) / f"{list(ARMS).index(name)}.json").write_text(json.dumps(found))
+            kept = Path(options.child[1]) / f"{list(ARMS).index(name)}.json"
+            kept.with_suffix(".part").write_text(json.dumps(found))
+            kept.with_suffix(".part").rename(kept)
             told = found["failed"] or f"kl {found['metrics']['mismatch/kl']:.3g}"
             print(f"arm {name}: {told}, {found['seconds']:.0f} s", flush=True)
         return
     names = [n for n in options.arms.split(",") if n]
     names = names or [n for n, a in ARMS.items() if options.device != "cpu" or not a.gpu]
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as temporary:
+        scratch = str(options.keep or temporary)
+        Path(scratch).mkdir(parents=True, exist_ok=True)
+        files = {name: Path(scratch) / f"{list(ARMS).index(name)}.json" for name in names}
+        due = [name for name, file in files.items() if not file.exists() or json.loads(file.read_text())["failed"]]
 
         def some(mine: list[str]) -> None:
             command = [sys.executable, *sys.argv, "--child", "|".join(mine), scratch]
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            told = [line for line in done.stdout.splitlines() if line.startswith("arm ")]
-            print("\n".join(told) if told and not done.returncode else done.stdout[-3000:], flush=True)
+            running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            lines = []
+            for line in running.stdout or ():
+                lines.append(line)
+                if line.startswith("arm "):
+                    print(line, end="", flush=True)
+            if running.wait():
+                print("".join(lines)[-3000:], flush=True)
 
         with ThreadPoolExecutor(options.jobs) as threads:
-            list(threads.map(some, [names[i :: options.jobs] for i in range(min(options.jobs, len(names)))]))
-        files = {name: Path(scratch) / f"{list(ARMS).index(name)}.json" for name in names}
+            list(threads.map(some, [due[i :: options.jobs] for i in range(min(options.jobs, len(due)))]))
         results = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
     failed = {name: results[name]["failed"] if name in results else "its process ended" for name in names}
     failed = {name: why for name, why in failed.items() if why}
