@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor, empty, float32
 
 from onegrid.errors import CapabilityError
+from onegrid.ops.early import begin, options
 from onegrid.ops.pins import GPU_CHUNK
 
 CHUNK = GPU_CHUNK
@@ -118,10 +119,11 @@ def _decode(
     stride_q, stride_k_new, stride_v_new, stride_kb, stride_kg, stride_ks, stride_vb, stride_vg, stride_vs, scale,
     num_heads, max_chunks,
     REPEAT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
-    NEW: tl.constexpr, WHOLE: tl.constexpr,
+    NEW: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """NEW: the last key and value are still to be written to the cache; whoever reads them does it.
     WHOLE: there is one chunk, so this finishes as prefill does; else states are merged by `_decode_merge`."""
+    begin(EARLY)
     group, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     position = tl.load(position_B + b).to(tl.int32)
     r, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -160,8 +162,9 @@ def _decode(
 @triton.jit
 def _decode_merge(
     part_largest, part_weight, part_total, out, position_B, num_heads, max_chunks,
-    WIDTH: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, HEADS: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, HEADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
     head, b = tl.program_id(0) * HEADS + tl.arange(0, HEADS), tl.program_id(1).to(tl.int64)
     position = tl.load(position_B + b).to(tl.int32)
     d = tl.arange(0, WIDTH)
@@ -251,7 +254,7 @@ def decode(
         q_NHD.stride(0), k_new.stride(0), v_new.stride(0), *k_SGLD.stride()[:3], *v_SGLD.stride()[:3],
         scale_of(width), num_heads, max_chunks,
         REPEAT=repeat, ROWS=max(16, triton.next_power_of_2(repeat)), WIDTH=width, TILE=TILE, CHUNK=CHUNK,
-        NEW=new is not None, WHOLE=whole, num_warps=warps, num_stages=stages,
+        NEW=new is not None, WHOLE=whole, num_warps=warps, num_stages=stages, **options(q_NHD.device),
     )  # fmt: skip
     if whole:
         return out
@@ -259,6 +262,7 @@ def decode(
     _decode_merge[(triton.cdiv(num_heads, together), num_rows)](
         largest, weight, total, out, position_N, num_heads, max_chunks,
         WIDTH=width, CHUNK=CHUNK, STAGES=4, HEADS=together, num_warps=4 if together > 1 else 1,
+        **options(q_NHD.device),
     )  # fmt: skip
     return out
 

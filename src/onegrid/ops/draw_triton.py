@@ -11,13 +11,15 @@ from torch import bool as bool_
 from triton.language.extra import libdevice
 
 from onegrid.ops.draw import BLOCK
+from onegrid.ops.early import begin, options
 
 _TOGETHER = 8
 """Blocks of one program."""
 
 
 @triton.jit
-def _sums(logp, sums, finite, width, num_blocks, BLOCK: tl.constexpr, TOGETHER: tl.constexpr):
+def _sums(logp, sums, finite, width, num_blocks, BLOCK: tl.constexpr, TOGETHER: tl.constexpr, EARLY: tl.constexpr):
+    begin(EARLY)
     row = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
     at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -32,8 +34,9 @@ def _sums(logp, sums, finite, width, num_blocks, BLOCK: tl.constexpr, TOGETHER: 
 @triton.jit
 def _pick(
     logp, uniform, sums, finite, token, token_logp, all_finite, width, num_blocks,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, BLOCKS)
     there = b < num_blocks
@@ -66,10 +69,12 @@ def draw(logp_NV: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     all_finite = logp_NV.new_empty(num_rows, dtype=int8)
     if num_rows:
         _sums[(triton.cdiv(num_blocks, _TOGETHER), num_rows)](
-            logp_NV, sums, finite, width, num_blocks, BLOCK=BLOCK, TOGETHER=_TOGETHER, num_warps=8
-        )
+            logp_NV, sums, finite, width, num_blocks, BLOCK=BLOCK, TOGETHER=_TOGETHER, num_warps=8,
+            **options(logp_NV.device),
+        )  # fmt: skip
         _pick[(num_rows,)](
             logp_NV, uniform_N, sums, finite, token, token_logp, all_finite, width, num_blocks,
             BLOCK=BLOCK, BLOCKS=triton.next_power_of_2(num_blocks), num_warps=4,
+            **options(logp_NV.device),
         )  # fmt: skip
     return token, token_logp, all_finite.view(bool_)

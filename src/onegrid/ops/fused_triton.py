@@ -10,6 +10,8 @@ import triton.language as tl
 from torch import Tensor, bfloat16
 from triton.language.extra import libdevice
 
+from onegrid.ops.early import begin, options
+
 HEADS = 8
 """Heads of one program."""
 
@@ -38,8 +40,10 @@ def normed(x, y, weight, total, row, stride_x, stride_y, eps, width, HAS_Y: tl.c
 
 @triton.jit
 def _norm(
-    x, y, weight, total, out, stride_x, stride_y, eps, width, HAS_Y: tl.constexpr, BLOCK: tl.constexpr
+    x, y, weight, total, out, stride_x, stride_y, eps, width, HAS_Y: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     h = normed(x, y, weight, total, row, stride_x, stride_y, eps, width, HAS_Y, BLOCK)
@@ -49,8 +53,9 @@ def _norm(
 @triton.jit
 def _heads(
     q, k, q_out, k_out, q_weight, k_weight, cos, sin, position, stride_q, stride_k, eps, num_heads, num_groups,
-    NORM: tl.constexpr, HALF: tl.constexpr, TOGETHER: tl.constexpr,
+    NORM: tl.constexpr, HALF: tl.constexpr, TOGETHER: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     of_queries = tl.cdiv(num_heads, TOGETHER)
     if part < of_queries:
@@ -89,7 +94,8 @@ def gated(gate, up, d, width):
 
 
 @triton.jit
-def _swiglu(gate, up, out, stride_gate, stride_up, width, BLOCK: tl.constexpr):
+def _swiglu(gate, up, out, stride_gate, stride_up, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + row * width + d, gated(gate + row * stride_gate, up + row * stride_up, d, width), mask=d < width)
@@ -103,8 +109,9 @@ def norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     if len(x):
         block = triton.next_power_of_2(width)
         _norm[(len(x),)](
-            x, x, weight_D, out, out, x.stride(0), 0, eps, width, HAS_Y=False, BLOCK=block, num_warps=warps_of(block)
-        )
+            x, x, weight_D, out, out, x.stride(0), 0, eps, width,
+            HAS_Y=False, BLOCK=block, num_warps=warps_of(block), **options(x.device),
+        )  # fmt: skip
     return out.view(x_ND.shape)
 
 
@@ -117,7 +124,7 @@ def residual_norm(x_ND: Tensor, y_ND: Tensor, weight_D: Tensor, eps: float) -> t
         block = triton.next_power_of_2(width)
         _norm[(len(x_ND),)](
             x_ND, y_ND, weight_D, total, out, x_ND.stride(0), y_ND.stride(0), eps, width,
-            HAS_Y=True, BLOCK=block, num_warps=warps_of(block),
+            HAS_Y=True, BLOCK=block, num_warps=warps_of(block), **options(x_ND.device),
         )  # fmt: skip
     return total, out
 
@@ -146,6 +153,7 @@ def heads(
         _heads[(num_rows, parts)](
             q_NHD, k_NGD, q, k, *weights, *rope, position_N, q_NHD.stride(0), k_NGD.stride(0), eps,
             num_heads, num_groups, NORM=q_weight_D is not None, HALF=width // 2, TOGETHER=HEADS, num_warps=4,
+            **options(q_NHD.device),
         )  # fmt: skip
     return q, k
 
@@ -159,8 +167,9 @@ def swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
     out = gate_NF.new_empty(gate_NF.shape, dtype=bfloat16)
     if len(out):
         _swiglu[(len(out), triton.cdiv(width, 1024))](  # rows first: only that axis goes beyond 65,535
-            gate_NF, up_NF, out, gate_NF.stride(0), up_NF.stride(0), width, BLOCK=1024, num_warps=4
-        )
+            gate_NF, up_NF, out, gate_NF.stride(0), up_NF.stride(0), width, BLOCK=1024, num_warps=4,
+            **options(gate_NF.device),
+        )  # fmt: skip
     return out
 
 

@@ -1,7 +1,9 @@
 """Matmuls at few rows from packed codes and scales: `packed.cu`, with the bytes of the decoded weights' matmul.
 
-Decoded values are exact in BF16, and `mma` adds K in ascending steps of 16 as cuBLAS does under the pins, so FP32 sums
-have the same bits (measured at every shape that tests/ops/test_low_bits.py runs; `model.live` proves the model's own).
+A sum is one chain of products, K ascending, so a matmul of few columns takes as long as one warp needs for its chain:
+tiles are narrow, and a warp takes few of them. Decoded values are exact in BF16, and `mma` adds K in ascending steps of
+16 as cuBLAS does under the pins, so FP32 sums have the same bits (measured at every shape that
+tests/ops/test_low_bits.py runs; `model.live` proves the model's own).
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ from torch import Tensor
 
 from onegrid.errors import CapabilityError
 from onegrid.formats import Quantizer
+from onegrid.ops.capture import may_begin_early
 from onegrid.ops.cuda_source import can_compile, kernel
 from onegrid.ops.operand import Operand
-from onegrid.ops.pins import TILE
+from onegrid.ops.pins import TILE, round_up
 
 MOST_ROWS = 64
 LARGEST_BYTE = {"e4m3": 134, "e2m1": 136}
@@ -24,7 +27,8 @@ LARGEST_BYTE = {"e4m3": 134, "e2m1": 136}
 _DEPTH = 256
 """Numbers of k in a stage."""
 _SHARED_BYTES = 226 * 1024
-_MOST_TILES = 12
+_MOST_TILES = 24
+_MOST_WARPS = 12
 _MOST_STAGES = 8
 
 
@@ -82,33 +86,34 @@ def packed_matmul(a: Operand, weight: Packed, row_N: Tensor | None) -> Tensor:
         raise CapabilityError(f"packed matmul of rows of {x.shape[1]} numbers with weights of {depth}")
     pairs, bits, e8m0 = num_rows // 16, quantizer.fmt.bits, quantizer.scale == "e8m0"
     scale_bytes = _DEPTH // (32 if e8m0 else 16)
-    tiles, stages = _tiles(num_columns, pairs, bits, scale_bytes)
-    per_warp = 3 if bits == 8 and tiles % 3 == 0 and tiles >= 9 else 1  # measured: what saves loads of x, or hides them
+    tiles, per_warp, stages = _tiles(num_columns, pairs, bits, scale_bytes)
     shared_bytes = stages * _stage_bytes(tiles, pairs, bits, scale_bytes)
     run = kernel(
-        "packed.cu", "packed_matmul", shared_bytes=shared_bytes, RT=tiles, MT=pairs, RPW=per_warp, STAGES=stages,
-        BITS=bits, E8M0=int(e8m0),
+        "packed.cu", "packed_matmul", shared_bytes=shared_bytes, NT=tiles, TPW=per_warp, WR=1, MT=pairs, KS=_DEPTH,
+        STAGES=stages, BITS=bits, E8M0=int(e8m0), EARLY=int(may_begin_early(x.device)),
     )  # fmt: skip
     out = torch.empty(num_rows, num_columns, dtype=torch.bfloat16, device=x.device)
     factors = (x, x) if a.row is None or row_N is None else (a.row.contiguous(), row_N)
-    threads = 32 * (tiles // per_warp + 4)
-    grid = (-(-num_columns // (16 * tiles)), 1, 1)
+    threads = 32 * (tiles // per_warp + 5)
+    grid = (-(-num_columns // (8 * tiles)), 1, 1)
     run(grid, (threads, 1, 1), [x, weight.codes, weight.scales, *factors, out, num_columns, depth], shared_bytes)
     return out
 
 
-def _tiles(num_columns: int, pairs: int, bits: int, scale_bytes: int) -> tuple[int, int]:
-    """Tiles of 16 columns of one block, as even a share for every multiprocessor as fit; and stages of its ring."""
+def _tiles(num_columns: int, pairs: int, bits: int, scale_bytes: int) -> tuple[int, int, int]:
+    """Tiles of 8 columns of one block, as even a share for every multiprocessor as fits; of one warp; and stages."""
     multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     waves = 0
     while True:
         waves += 1
-        tiles = -(-num_columns // (16 * waves * multiprocessors))
+        tiles = -(-num_columns // (8 * waves * multiprocessors))
+        per_warp = -(-tiles // _MOST_WARPS)
+        tiles = round_up(tiles, per_warp)
         stages = min(_MOST_STAGES, _SHARED_BYTES // _stage_bytes(tiles, pairs, bits, scale_bytes))
-        if tiles <= _MOST_TILES and stages >= min(3, tiles + 1):
-            return tiles, stages
+        if tiles <= _MOST_TILES and stages >= 2:
+            return tiles, per_warp, stages
 
 
 def _stage_bytes(tiles: int, pairs: int, bits: int, scale_bytes: int) -> int:
     """As STAGE_BYTES in `packed.cu`."""
-    return 16 * (tiles * (_DEPTH * bits // 8 + 16 + scale_bytes) + pairs * (2 * _DEPTH + 32))
+    return round_up(8 * tiles * (_DEPTH * bits // 8 + 16 + scale_bytes) + 16 * pairs * (2 * _DEPTH + 16), 128)

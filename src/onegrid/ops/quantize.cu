@@ -4,53 +4,19 @@
 // once in BF16 itself, two numbers an instruction: products with powers of two, and the sum with an anchor that leaves
 // the element's mantissa bits. `rows`: NVFP4, a block is 16 numbers, an amax per row; scaled in FP32.
 //
-// Set by the caller: WIDTH, FOUR (E2M1, else E4M3), POWERS (1: the rule of FP8 blocks, else that of MX), CHUNKS
+// Set by the caller: WIDTH, FOUR (E2M1, else E4M3), POWERS (1: the rule of FP8 blocks, else that of MX), EARLY, CHUNKS
 // (pieces of 8 numbers a thread). A thread's piece is 16 bytes; WIDTH / 8 neighbouring lanes share a block.
-
-typedef unsigned int u32;
 
 #define SIGNS 0x80008000u
 
-__device__ __forceinline__ u32 times(u32 a, u32 b) {
-  u32 c;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-  return c;
-}
-
-__device__ __forceinline__ u32 plus(u32 a, u32 b) {
-  u32 c;
-  asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-  return c;
-}
-
-__device__ __forceinline__ u32 minus(u32 a, u32 b) {
-  u32 c;
-  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-  return c;
-}
-
-__device__ __forceinline__ u32 larger(u32 a, u32 b) {  // NaN is ignored
-  u32 c;
-  asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-  return c;
-}
-
-__device__ __forceinline__ u32 smaller(u32 a, u32 b) {
-  u32 c;
-#if FOUR
-  asm("min.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));  // E2M1 has no NaN: the largest value
-#else
-  asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-#endif
-  return c;
+__device__ __forceinline__ u32 capped(u32 a, u32 b) {
+  return FOUR ? smaller(a, b) : smaller_or_nan(a, b);  // E2M1 has no NaN: the largest value
 }
 
 // Signs of x; in E2M1 those of NaN are dropped.
 __device__ __forceinline__ u32 signs(u32 x) {
 #if FOUR
-  u32 number;
-  asm("set.num.u32.bf16x2 %0, %1, %1;" : "=r"(number) : "r"(x));
-  return x & SIGNS & number;
+  return x & SIGNS & ones_where_number(x);
 #else
   return x & SIGNS;
 #endif
@@ -85,12 +51,14 @@ __device__ __forceinline__ u32 value(u32 x, u32 encode, u32 decode) {
   const u32 largest = FOUR ? 0x40C040C0u : 0x43E043E0u;   // 6, 448
   const u32 above = FOUR ? 0x03000300u : 0x02000200u;     // exponent of the anchor over that of the number
   const u32 smallest = FOUR ? 0x42804280u : 0x3E803E80u;  // anchor of subnormal elements: 2^6, 2^-2
-  const u32 y = smaller(times(x & 0x7FFF7FFFu, encode), largest);
+  const u32 y = capped(times(x & 0x7FFF7FFFu, encode), largest);
   const u32 anchor = larger((y & 0x7F807F80u) + above, smallest);
   return times(minus(plus(y, anchor), anchor), decode | signs(x));
 }
 
 extern "C" __global__ void __launch_bounds__(256) flat(const uint4* __restrict__ x, uint4* __restrict__ out, int count) {
+  wait_for_former();
+  let_next_begin();
   const int first = blockIdx.x * 256 * CHUNKS + threadIdx.x;
   uint4 v[CHUNKS];
 #pragma unroll
@@ -123,6 +91,8 @@ __device__ __forceinline__ u32 block_value(u32 x, float encode, u32 block) {
 
 extern "C" __global__ void __launch_bounds__(256) rows(
     const uint4* __restrict__ x, uint4* __restrict__ out, float* __restrict__ amax, int pieces, int stride) {
+  wait_for_former();
+  let_next_begin();
   const size_t row = blockIdx.x;
   uint4 v[CHUNKS];
   float top[CHUNKS], all = 0.0f;

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onegrid.formats import Quantizer
+from onegrid.ops.capture import may_begin_early
 from onegrid.ops.cuda_source import can_compile, kernel
 
 RULES = {"mx": 0, "fp8_block": 1, "nvfp4": 2}
@@ -54,6 +55,7 @@ def quantize_decode(x_MK: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor 
     num_rows, depth = x.shape
     out = torch.empty_like(x)
     macros = {"WIDTH": quantizer.block[1] or 0, "FOUR": int(quantizer.fmt.bits == 4), "POWERS": RULES[quantizer.rule]}
+    macros["EARLY"] = int(may_begin_early(x.device))
     if quantizer.rule == "nvfp4":
         amax = torch.empty(num_rows, dtype=torch.float32, device=x.device)
         chunks = -(-depth // (8 * THREADS))

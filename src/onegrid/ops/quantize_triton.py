@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor, bfloat16, float32
 
 from onegrid.formats import Quantizer
+from onegrid.ops.early import begin, options
 from onegrid.ops.fused_triton import gated, normed, warps_of, whole_rows
 from onegrid.ops.quantize_cuda import RULES as _RULES
 from onegrid.ops.quantize_cuda import is_plain
@@ -131,8 +132,9 @@ def _columns(x, out, K, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, RULE: tl.con
 @triton.jit
 def _norm(
     x, y, weight, total, out, amax, stride_x, stride_y, eps, width,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, RULE: tl.constexpr, FOUR: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, RULE: tl.constexpr, FOUR: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     h = normed(x, y, weight, total, row, stride_x, stride_y, eps, width, True, BLOCK)
     values, largest = _values(tl.reshape(h.to(tl.float32), [BLOCK // WIDTH, WIDTH]), 1, RULE, FOUR, BLOCK // WIDTH)
@@ -145,8 +147,9 @@ def _norm(
 @triton.jit
 def _swiglu(
     gate, up, out, amax, stride_gate, stride_up, width,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, RULE: tl.constexpr, FOUR: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, RULE: tl.constexpr, FOUR: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     h = gated(gate + row * stride_gate, up + row * stride_up, d, width)
@@ -182,7 +185,7 @@ def residual_norm(
         _norm[(len(x_ND),)](
             x_ND, y_ND, weight_D, total, out, total if amax is None else amax, x_ND.stride(0), y_ND.stride(0), eps,
             width, BLOCK=block, WIDTH=quantizer.block[1], RULE=_RULES[quantizer.rule], FOUR=quantizer.fmt.bits == 4,
-            num_warps=warps_of(block),
+            num_warps=warps_of(block), **options(x_ND.device),
         )  # fmt: skip
     return total, out, amax
 
@@ -199,7 +202,7 @@ def swiglu(gate_NF: Tensor, up_NF: Tensor, quantizer: Quantizer) -> tuple[Tensor
         _swiglu[(num_rows, triton.cdiv(width, block))](  # rows first: only that axis goes beyond 65,535
             gate_NF, up_NF, out, out if amax is None else amax, gate_NF.stride(0), up_NF.stride(0), width,
             BLOCK=block, WIDTH=quantizer.block[1], RULE=_RULES[quantizer.rule], FOUR=quantizer.fmt.bits == 4,
-            num_warps=_warps(block),
+            num_warps=_warps(block), **options(gate_NF.device),
         )  # fmt: skip
     return out, amax
 

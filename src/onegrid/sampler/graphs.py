@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onegrid.model.decoder import Rows
 from onegrid.model.live import spans_rows
-from onegrid.ops.capture import capturing
+from onegrid.ops.capture import capturing, early_launches
 from onegrid.ops.logprob import log_probs
 from onegrid.ops.pins import TILE, round_up
 from onegrid.sampler.cache import Cache, DecodeAttend
@@ -159,13 +159,13 @@ class Graphs:
             scratch.routing_SRLK = torch.zeros_like(self.state.routing_SRLK[:rows])
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), early_launches():
             for _ in range(2):
                 step(model, twin, scratch, rows, sampling.temperature, stop_K, record)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            with capturing(graph, pool=self.pool):
+            with capturing(graph, pool=self.pool), early_launches():
                 step(model, self.cache, self.state, rows, sampling.temperature, stop_K, record)
         except BaseException:
             self.reset()  # a pool whose capture broke off takes no other

@@ -1,0 +1,152 @@
+// PTX instructions as functions: all that our CUDA C++ uses beyond the language. `tests/ops/primitives_on_host.h` says the
+// same in C++, so that the kernels run on a CPU too.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned char u8;
+
+// Programmatic dependent launch: until the kernel before this one has ended and what it wrote can be read.
+__device__ __forceinline__ void wait_for_former() {
+#if EARLY
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel may be launched, once every block has come here.
+__device__ __forceinline__ void let_next_begin() {
+#if EARLY
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Two BF16 numbers in a word, each rounded once.
+
+__device__ __forceinline__ u32 times(u32 a, u32 b) {
+  u32 c;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  return c;
+}
+
+__device__ __forceinline__ u32 plus(u32 a, u32 b) {
+  u32 c;
+  asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  return c;
+}
+
+__device__ __forceinline__ u32 minus(u32 a, u32 b) {
+  u32 c;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  return c;
+}
+
+__device__ __forceinline__ u32 larger(u32 a, u32 b) {  // NaN is ignored
+  u32 c;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  return c;
+}
+
+__device__ __forceinline__ u32 smaller(u32 a, u32 b) {  // NaN is ignored
+  u32 c;
+  asm("min.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  return c;
+}
+
+__device__ __forceinline__ u32 smaller_or_nan(u32 a, u32 b) {
+  u32 c;
+  asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  return c;
+}
+
+__device__ __forceinline__ u32 ones_where_number(u32 a) {  // all bits of a half that is no NaN
+  u32 c;
+  asm("set.num.u32.bf16x2 %0, %1, %1;" : "=r"(c) : "r"(a));
+  return c;
+}
+
+__device__ __forceinline__ u32 pair_of_bf16(float low, float high) {
+  u32 y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+
+// Shared memory, by its address in the block's window.
+
+__device__ __forceinline__ u32 shared_at(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ u32 load1(u32 at) {
+  unsigned short h;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=h"(h) : "r"(at));
+  return h;
+}
+
+__device__ __forceinline__ u32 load2(u32 at) {
+  unsigned short h;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(h) : "r"(at));
+  return h;
+}
+
+__device__ __forceinline__ u32 load4(u32 at) {
+  u32 a;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(a) : "r"(at));
+  return a;
+}
+
+// Four matrices of eight rows of 16 bytes, whose addresses the lanes bring: lane 4g + t gets bytes 4t .. 4t + 3 of row g
+// of each.
+__device__ __forceinline__ void matrices(u32* r, u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));
+}
+
+// c [16, 8] += a [16, 16] b [16, 8], BF16 with FP32 sums.
+__device__ __forceinline__ void mma(float* c, const u32* a, const u32* b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Barriers in shared memory: a phase ends when all arrivals and all bytes that were announced have come.
+
+__device__ __forceinline__ void make_barrier(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barriers_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void wait(u32 barrier, u32 phase) {
+  u32 done;
+  do {
+    asm volatile(
+        "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+        : "=r"(done) : "r"(barrier), "r"(phase) : "memory");
+  } while (!done);
+}
+
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void arrive_expecting(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Copies into shared memory that go on beside the thread.
+
+template <int BYTES>  // 4, 8 or 16
+__device__ __forceinline__ void copy(u32 to, const u8* from) {
+  if constexpr (BYTES == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
+}
+
+// Counts as this thread's arrival once all copies that it has begun are there.
+__device__ __forceinline__ void arrive_when_copied(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// A multiple of 16 bytes by the copy engine, which reports them to the barrier.
+__device__ __forceinline__ void bulk_copy(u32 to, const u8* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}

@@ -1,0 +1,263 @@
+// `src/onegrid/ops/primitives.cu` and the parts of CUDA's language that our kernels use, in C++: every CUDA thread is a
+// thread of the host, lanes of a warp meet where an instruction is of the whole warp, copies happen at once.
+
+#include <algorithm>
+#include <barrier>
+#include <cmath>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __align__(n)
+#define __launch_bounds__(...)
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned char u8;
+
+struct uint4 {
+  u32 x, y, z, w;
+};
+static inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+struct Index {
+  u32 x;
+};
+static thread_local Index threadIdx, blockIdx;
+using std::max;
+using std::min;
+
+alignas(1024) u8 ring[1 << 18];  // dynamic shared memory; addresses in shared memory count from here
+
+static void require(bool good, const char* what) {
+  if (good) return;
+  fprintf(stderr, "%s\n", what);
+  _Exit(9);
+}
+
+// Warps and blocks.
+
+struct Warp {
+  u32 held[32][8];
+  std::barrier<> lanes{32};
+};
+static std::vector<std::unique_ptr<Warp>> warps;
+static std::unique_ptr<std::barrier<>> block;
+static u32 lane() { return threadIdx.x % 32; }
+static Warp& warp() { return *warps[threadIdx.x / 32]; }
+static void __syncwarp() { warp().lanes.arrive_and_wait(); }
+static void __syncthreads() { block->arrive_and_wait(); }
+
+static u32 __shfl_sync(u32, u32 value, u32 source, u32 width) {
+  warp().held[lane()][7] = value;
+  __syncwarp();
+  const u32 got = warp().held[lane() / width * width + source % width][7];
+  __syncwarp();
+  return got;
+}
+static u32 __shfl_xor_sync(u32 mask, u32 value, u32 by) { return __shfl_sync(mask, value, lane() ^ by, 32); }
+static float __shfl_xor_sync(u32 mask, float value, u32 by) {
+  return std::bit_cast<float>(__shfl_xor_sync(mask, std::bit_cast<u32>(value), by));
+}
+
+// Numbers.
+
+static float __uint_as_float(u32 a) { return std::bit_cast<float>(a); }
+static float __int_as_float(int a) { return std::bit_cast<float>(a); }
+static u32 __float_as_uint(float a) { return std::bit_cast<u32>(a); }
+static int __float_as_int(float a) { return std::bit_cast<int>(a); }
+static float __fmul_rn(float a, float b) { return a * b; }
+static float __fadd_rn(float a, float b) { return a + b; }
+static float __fsub_rn(float a, float b) { return a - b; }
+static float __fdiv_rn(float a, float b) { return a / b; }
+static float __frcp_rn(float a) { return 1.0f / a; }
+
+static u32 __byte_perm(u32 a, u32 b, u32 selector) {
+  const u64 bytes = a | (u64)b << 32;
+  u32 out = 0;
+  for (int i = 0; i < 4; i++) out |= (u32)(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return out;
+}
+
+static float of_bf16(u32 a) { return __uint_as_float(a << 16); }
+static u32 to_bf16(float x) {
+  const u32 bits = __float_as_uint(x);
+  return x != x ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+template <class F>
+static u32 halves(u32 a, u32 b, F f) {
+  return to_bf16(f(of_bf16(a & 0xFFFF), of_bf16(b & 0xFFFF))) | to_bf16(f(of_bf16(a >> 16), of_bf16(b >> 16))) << 16;
+}
+static u32 times(u32 a, u32 b) { return halves(a, b, [](float x, float y) { return x * y; }); }
+static u32 plus(u32 a, u32 b) { return halves(a, b, [](float x, float y) { return x + y; }); }
+static u32 minus(u32 a, u32 b) { return halves(a, b, [](float x, float y) { return x - y; }); }
+static u32 larger(u32 a, u32 b) { return halves(a, b, [](float x, float y) { return fmaxf(x, y); }); }
+static u32 smaller(u32 a, u32 b) { return halves(a, b, [](float x, float y) { return fminf(x, y); }); }
+static u32 smaller_or_nan(u32 a, u32 b) {
+  return halves(a, b, [](float x, float y) { return x != x || y != y ? NAN : fminf(x, y); });
+}
+static u32 ones_where_number(u32 a) {
+  const float low = of_bf16(a & 0xFFFF), high = of_bf16(a >> 16);
+  return (low == low ? 0xFFFFu : 0) | (high == high ? 0xFFFF0000u : 0);
+}
+static u32 pair_of_bf16(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
+
+// Shared memory.
+
+static u32 __cvta_generic_to_shared(const void* p) { return (u32)((const u8*)p - ring); }
+static u32 shared_at(const void* p) { return __cvta_generic_to_shared(p); }
+template <class T>
+static T at(u32 address) {
+  require(address % sizeof(T) == 0, "a load from shared memory is not aligned");
+  T value;
+  memcpy(&value, ring + (int)address, sizeof(T));
+  return value;
+}
+static u32 load1(u32 a) { return at<u8>(a); }
+static u32 load2(u32 a) { return at<unsigned short>(a); }
+static u32 load4(u32 a) { return at<u32>(a); }
+
+static void matrices(u32* r, u32 address) {
+  require(address % 16 == 0, "a row of a matrix is not aligned");
+  Warp& w = warp();
+  w.held[lane()][0] = address;
+  __syncwarp();
+  for (int i = 0; i < 4; i++) r[i] = at<u32>(w.held[i * 8 + lane() / 4][0] + 4 * (lane() % 4));
+  __syncwarp();
+}
+
+static void mma(float* c, const u32* a, const u32* b) {
+  Warp& w = warp();
+  for (int i = 0; i < 4; i++) w.held[lane()][i] = a[i];
+  for (int i = 0; i < 2; i++) w.held[lane()][4 + i] = b[i];
+  __syncwarp();
+  for (int e = 0; e < 4; e++) {
+    const u32 row = lane() / 4 + e / 2 * 8, column = lane() % 4 * 2 + e % 2;
+    float sum = 0;
+    for (int t = 0; t < 4; t++)
+      for (int h = 0; h < 2; h++) {
+        const u32 x = w.held[row % 8 * 4 + t][row / 8 + 2 * h], y = w.held[column * 4 + t][4 + h];
+        sum += of_bf16(x & 0xFFFF) * of_bf16(y & 0xFFFF) + of_bf16(x >> 16) * of_bf16(y >> 16);
+      }
+    c[e] += sum;
+  }
+  __syncwarp();
+}
+
+// Barriers, known by their addresses.
+
+struct Barrier {
+  long arrivals, left, bytes;
+  u32 phase;
+};
+static std::mutex guard;
+static std::condition_variable changed;
+static std::vector<std::pair<u32, Barrier>> barriers_of_block;
+static Barrier& known(u32 address) {
+  for (auto& [where, barrier] : barriers_of_block)
+    if (where == address) return barrier;
+  require(false, "a barrier that nobody made");
+  abort();
+}
+static void settle(Barrier& b) {
+  require(b.left >= 0, "more arrivals than a barrier was made for");
+  if (b.left || b.bytes) return;
+  b.left = b.arrivals;
+  b.phase ^= 1;
+  changed.notify_all();
+}
+static void make_barrier(u32 address, u32 arrivals) { barriers_of_block.push_back({address, {arrivals, arrivals, 0, 0}}); }
+static void barriers_made() {}
+static void arrive_expecting(u32 address, u32 bytes) {
+  std::lock_guard<std::mutex> hold(guard);
+  Barrier& b = known(address);
+  b.bytes += bytes;
+  b.left--;
+  settle(b);
+}
+static void arrive(u32 address) { arrive_expecting(address, 0); }
+static void wait(u32 address, u32 phase) {
+  std::unique_lock<std::mutex> hold(guard);
+  changed.wait(hold, [&] { return known(address).phase != phase; });
+}
+
+// Copies.
+
+template <int BYTES>
+static void copy(u32 to, const u8* from) {
+  require(to % BYTES == 0 && (size_t)from % BYTES == 0, "a copy is not aligned");
+  memcpy(ring + to, from, BYTES);
+}
+static void arrive_when_copied(u32 address) { arrive(address); }
+static void wait_for_copies() {}
+static void bulk_copy(u32 to, const u8* from, u32 bytes, u32 address) {
+  require(to % 16 == 0 && (size_t)from % 16 == 0 && bytes % 16 == 0, "a bulk copy is not aligned");
+  memcpy(ring + to, from, bytes);
+  std::lock_guard<std::mutex> hold(guard);
+  Barrier& b = known(address);
+  b.bytes -= bytes;
+  settle(b);
+}
+static void wait_for_former() {}
+static void let_next_begin() {}
+
+// Launching.
+
+struct Pointer {
+  void* p;
+  template <class T>
+  operator T*() const {
+    return (T*)p;
+  }
+};
+
+// The arguments' memory, from a file and back into it at the end. Each begins at a multiple of 64 bytes.
+struct Held {
+  struct alignas(64) Line {
+    u8 bytes[64];
+  };
+  std::vector<std::vector<Line>> parts;
+  std::vector<size_t> sizes;
+  Held(std::vector<size_t> sizes) : sizes(sizes) {
+    FILE* file = fopen("memory", "rb");
+    for (size_t size : sizes) {
+      parts.emplace_back(size / 64 + 1);
+      require(fread(parts.back().data(), 1, size, file) == size, "the file of arguments is too short");
+    }
+    fclose(file);
+  }
+  ~Held() {
+    FILE* file = fopen("memory", "wb");
+    for (size_t i = 0; i < sizes.size(); i++) fwrite(parts[i].data(), 1, sizes[i], file);
+    fclose(file);
+  }
+  std::vector<Line>& operator[](int i) { return parts[i]; }
+};
+
+template <class F>
+static void launch(int blocks, int threads, F kernel) {
+  for (int b = 0; b < blocks; b++) {
+    warps.clear();
+    for (int w = 0; w < threads / 32; w++) warps.push_back(std::make_unique<Warp>());
+    block = std::make_unique<std::barrier<>>(threads);
+    barriers_of_block.clear();
+    memset(ring, 0xFF, sizeof ring);
+    std::vector<std::thread> running;
+    for (int t = 0; t < threads; t++)
+      running.emplace_back([=] {
+        threadIdx = {(u32)t};
+        blockIdx = {(u32)b};
+        kernel();
+        warps[t / 32]->lanes.arrive_and_drop();
+        block->arrive_and_drop();
+      });
+    for (auto& thread : running) thread.join();
+  }
+}
