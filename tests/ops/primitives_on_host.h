@@ -26,6 +26,10 @@ typedef unsigned char u8;
 struct uint4 {
   u32 x, y, z, w;
 };
+struct uint2 {
+  u32 x, y;
+};
+static inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 struct Index {
   u32 x;
@@ -107,6 +111,7 @@ static u32 ones_where_number(u32 a) {
   const float low = of_bf16(a & 0xFFFF), high = of_bf16(a >> 16);
   return (low == low ? 0xFFFFu : 0) | (high == high ? 0xFFFF0000u : 0);
 }
+static u32 larger_halves(u32 a, u32 b) { return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16; }
 static u32 pair_of_bf16(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
 
 // Shared memory.

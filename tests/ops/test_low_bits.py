@@ -166,3 +166,30 @@ def test_a_model_on_packed_weights_gives_the_bytes_of_decoded_ones(preset, gpu, 
     for have, want in zip(rollouts["auto"], rollouts["decoded"], strict=True):
         assert_same_bytes(have.tokens_R, want.tokens_R)
         assert_same_bytes(have.logp_R, want.logp_R)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4", "fp8_128x128"])
+def test_codes_of_weights_have_the_bytes_of_the_definition(name, gpu):
+    from onegrid.ops.codes_cuda import covers, quantized
+
+    quantizer = QUANTIZERS[name]
+    for shape in ((128, 128), (384, 4096), (4096, 12288), (3, 256, 640)):
+        x = draw(*shape)
+        x[..., 5, :], x[..., 7, 64:128] = 0, -0.0
+        x[..., 9, :] *= 2.0**-130
+        x[..., 11, :] *= 2.0**100
+        if name == "nvfp4":
+            x = x.clamp(-60, 60)
+        assert covers(x, quantizer)
+        for amax in (None, torch.rand(shape[:-2], device=gpu)) if name == "nvfp4" else (None,):
+            have, want = quantized(x, quantizer, amax), quantize(x, quantizer, amax=amax)
+            assert_same_bytes(have.codes, want.codes, f"codes {shape}")
+            assert_same_bytes(have.scales, want.scales, f"scales {shape}")
+            if want.amax is not None:
+                assert_same_bytes(have.amax, want.amax)
+                assert_same_bytes(have.factor, want.factor)
+            for count in ("nonfinite", "saturated", "overflow"):
+                assert int(getattr(have.stats, count)) == int(getattr(want.stats, count)), count
+        x[..., 2, 3], x[..., 3, 5] = torch.nan, torch.inf
+        assert int(quantized(x, quantizer).stats.nonfinite) == 2 * max(1, shape[0] if len(shape) == 3 else 1)
+    assert not covers(draw(130, 100), quantizer) and not covers(draw(128, 128).float(), quantizer)

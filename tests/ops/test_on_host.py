@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from onegrid.formats import QUANTIZERS, quantize, quantize_decode
+from onegrid.ops.codes_cuda import THREADS as WRITERS
+from onegrid.ops.codes_cuda import knows, launch_of
 from onegrid.ops.linear import matmul
 from onegrid.ops.operand import operand, operand_of
 from onegrid.ops.quantize_cuda import RULES, THREADS
@@ -79,3 +81,55 @@ def test_quantize_and_decode_has_the_bytes_of_the_definition(tmp_path, name):
     assert_same_bytes(out, values)
     if quantizer.rule == "nvfp4":
         assert_same_bytes(amax, want.amax.flatten())
+
+
+def weights_of_all_sizes(*shape):
+    """BF16 rows from the smallest numbers to the largest, with blocks and rows of zeros, ties, and both zeros."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(shape, generator=generator)
+    x *= 2.0 ** torch.randint(-135, 128, (*shape[:-1], 1), generator=generator)
+    x[..., 1, :], x[..., 2, 32:64] = 0, -0.0
+    x[..., 3, :] = torch.randint(-20, 21, shape[-1:], generator=generator) / 4  # many ties
+    x[..., 4, :] = torch.randint(-464, 465, shape[-1:], generator=generator)
+    return x.clamp(-3.3e38, 3.3e38).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("mxfp8", (2, 20, 96)), ("mxfp4", (37, 64)), ("nvfp4", (3, 24, 80)), ("fp8_128x128", (2, 256, 128))],
+)
+def test_codes_scales_and_counts_are_those_of_the_definition(tmp_path, name, shape):
+    quantizer = QUANTIZERS[name]
+    assert knows(quantizer, shape)
+    inputs = [weights_of_all_sizes(*shape)]
+    if name == "nvfp4":
+        inputs[0][0] = weights_of_all_sizes(*shape)[0].clamp(-4.0, 4.0)
+        inputs[0][2] = 0
+    for x in inputs:
+        amax = torch.rand(shape[:-2]) if name == "nvfp4" else None
+        for given in {id(a): a for a in (None, amax)}.values():
+            want = quantize(x, quantizer, amax=given)
+            codes = torch.full_like(want.codes, 0xEE)
+            scales, rest, blocks, function, macros = launch_of(x, quantizer, given)
+            counts = torch.full((blocks, 3), -1, dtype=torch.int32)
+            run_on_host(tmp_path, "codes.cu", function, blocks, WRITERS, [x, codes, scales, counts, *rest], **macros)
+            assert_same_bytes(scales, want.scales)
+            assert_same_bytes(codes, want.codes)
+            nonfinite, saturated, overflow = counts.sum(0).tolist()
+            assert (nonfinite, saturated) == (0, int(want.stats.saturated))
+            assert quantizer.has_amax or overflow == int(want.stats.overflow)
+
+
+def test_what_is_not_finite_is_counted(tmp_path):
+    x, quantizer = weights_of_all_sizes(40, 64), QUANTIZERS["mxfp8"]
+    x[7, 3], x[9, 40], x[9, 41], x[39, 63] = torch.inf, torch.nan, -torch.inf, -torch.nan
+    scales, rest, blocks, function, macros = launch_of(x, quantizer, None)
+    counts, codes = torch.zeros(blocks, 3, dtype=torch.int32), torch.empty(x.shape, dtype=torch.uint8)
+    run_on_host(tmp_path, "codes.cu", function, blocks, WRITERS, [x, codes, scales, counts, *rest], **macros)
+    assert counts[:, 0].sum() == 4
+
+
+def test_what_the_kernel_of_codes_does_not_know_is_left_to_the_definition():
+    assert not knows(QUANTIZERS["mxfp8"], (4, 48)) and not knows(QUANTIZERS["fp8_128x128"], (64, 128))
+    assert not knows(QUANTIZERS["nvfp4_row"], (4, 64)) and not knows(QUANTIZERS["fp8_128x128_fp32"], (128, 128))
+    assert not knows(QUANTIZERS["mxfp8_floor"], (4, 64)) and not knows(QUANTIZERS["mxfp8"], (0, 64))

@@ -173,7 +173,8 @@ def _requantized(learner: Learner, keys: Iterable[str]) -> tuple[list[str], list
     keys = _with_partners(learner, set(keys))
     values = {key: m.detach().to(torch.bfloat16) for key, m in learner.masters.items() if key in keys}
     differing: dict[str, str] = {}
-    for key, again in publish(values, learner.keys, learner.plan, side="learner").items():
+    made = publish(values, learner.keys, learner.plan, side="learner", by_definition=True)  # by another way than theirs
+    for key, again in made.items():
         parts, held = parts_of(again), parts_of(learner.live.held[key])
         if all(torch.equal(raw_bytes(held[part]), raw_bytes(x.contiguous())) for part, x in parts.items()):
             continue

@@ -10,30 +10,43 @@ from torch import Tensor
 from onegrid.errors import NonFiniteError
 from onegrid.formats import QUANTIZERS, QuantTensor, quantize
 from onegrid.model.stacks import is_stack
+from onegrid.ops.codes_cuda import quantized
 from onegrid.recipe import Plan
 
 
 def publish(
-    values: Mapping[str, Tensor], keys: Mapping[str, tuple[str, ...]], plan: Plan, *, side: str
+    values: Mapping[str, Tensor],
+    keys: Mapping[str, tuple[str, ...]],
+    plan: Plan,
+    *,
+    side: str,
+    by_definition: bool = False,
 ) -> dict[str, QuantTensor | Tensor]:
     """Codes and scales (or BF16 values) of every storage key.
 
     values  BF16 by storage key, stacked experts [E, out, in]
     keys    storage key -> canonical names, of `model.stacks`
     side    "learner" or "sampler": whose quantizer of the plan
+    by_definition  quantize by the definition, whatever kernel there is
     Tensors of one amax group get one global amax, expert by expert. Raises NonFiniteError naming tensor and count.
     """
     names = {key: _quantizer_name(plan, keys[key][0], side) for key in values}
     amax = _shared_amax({k: v for k, v in values.items() if names[k] is not None}, keys, plan, names)
     out: dict[str, QuantTensor | Tensor] = {}
+    bad: list[Tensor] = []
     for key, value in values.items():
-        finite = torch.isfinite(value)
-        if not bool(finite.all()):
-            raise NonFiniteError(
-                f"{_first_bad(key, keys[key], finite)}: {int((~finite).sum())} NaN or Inf values in {key}"
-            )
         name = names[key]
-        out[key] = value if name is None else quantize(value, QUANTIZERS[name], amax=amax.get(key))
+        if name is None:
+            out[key] = value
+            bad.append((~torch.isfinite(value)).sum())
+            continue
+        make = quantize if by_definition else quantized
+        out[key] = q = make(value, QUANTIZERS[name], amax=amax.get(key))
+        bad.append(q.stats.nonfinite)
+    for key, count in zip(values, torch.stack(bad).tolist() if bad else (), strict=True):  # one wait for all
+        if count:
+            first = _first_bad(key, keys[key], torch.isfinite(values[key]))
+            raise NonFiniteError(f"{first}: {count} NaN or Inf values in {key}")
     return out
 
 

@@ -179,6 +179,22 @@ TABLE = (
         where="quantize_compiled.compiled_decode",
     ),
     Implementation(
+        operation="quantize",
+        name="plain",
+        promise="definition",
+        devices="all",
+        shapes="all",
+        where="formats.quantize.quantize",
+    ),
+    Implementation(
+        operation="quantize",
+        name="cuda",
+        promise="bits",
+        devices="CUDA, compute capability 9.0",
+        shapes="finite BF16, along rows, whole blocks; MX, NVFP4 per tensor, FP8 128 x 128 with power-of-two scales",
+        where="codes_cuda.codes_of",
+    ),
+    Implementation(
         operation="decode", name="plain", promise="definition", devices="all", shapes="all", where="operand.operand_of"
     ),
     Implementation(

@@ -127,6 +127,8 @@ extern "C" __global__ void __launch_bounds__(32 * MATRIX_WARPS + COPIERS + 32, 1
     return;
   }
 
+  wait_for_former();  // for x_row, and whoever still reads what lies at out
+  let_next_begin();
   const u32 g = lane >> 2, t = lane & 3, column = warp / WR * TPW * 8 + g, first_row = warp % WR * MINE * 16;
   const u32 w_lane = column * W_ROW + t * (FOUR ? 1 : 2), s_lane = S_AT + column * S_BYTES;
   const u32 x_lane = X_AT + (first_row + (lane & 15)) * X_ROW + (lane >> 4) * 16;
@@ -175,7 +177,6 @@ extern "C" __global__ void __launch_bounds__(32 * MATRIX_WARPS + COPIERS + 32, 1
     if (lane == 0) arrive(here);
   }
 
-  wait_for_former();  // for x_row, and whoever still reads what lies at out
 #pragma unroll
   for (int r = 0; r < TPW; r++) {
     const int n = n0 + (warp / WR * TPW + r) * 8 + 2 * t;

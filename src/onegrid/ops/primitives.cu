@@ -12,7 +12,7 @@ __device__ __forceinline__ void wait_for_former() {
 #endif
 }
 
-// The next kernel may be launched, once every block has come here.
+// The next kernel may be launched, once every thread has come here or ended.
 __device__ __forceinline__ void let_next_begin() {
 #if EARLY
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -60,6 +60,12 @@ __device__ __forceinline__ u32 smaller_or_nan(u32 a, u32 b) {
 __device__ __forceinline__ u32 ones_where_number(u32 a) {  // all bits of a half that is no NaN
   u32 c;
   asm("set.num.u32.bf16x2 %0, %1, %1;" : "=r"(c) : "r"(a));
+  return c;
+}
+
+__device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {  // as whole numbers of 16 bits
+  u32 c;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
   return c;
 }
 

@@ -22,6 +22,7 @@ from onegrid.model.publish import publish
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.model.stacks import is_stack
 from onegrid.ops.capture import capturing
+from onegrid.ops.codes_cuda import quantized
 from onegrid.ops.operand import operand, operand_of
 from onegrid.ops.packed_attention import segments_of
 from onegrid.ops.table import kernels_for
@@ -203,7 +204,7 @@ def bench_ops(device: torch.device) -> Iterator[Row]:
         moved = x.nbytes + x.numel() * (2 if on_gpu else 4)
         yield row(f"quantize-decode {name} {wide}", moved / took / 1e12, "TB/s", copy / 1e12, "copy", least=least)
     for name in ("mxfp8", "mxfp4", "nvfp4", "fp8_128x128"):
-        took = seconds(partial(quantize, x, QUANTIZERS[name]), device)  # as a version is made
+        took = seconds(partial(quantized, x, QUANTIZERS[name]), device)  # as a version is made
         moved = x.nbytes + quantize(x, QUANTIZERS[name]).num_bytes
         yield row(f"quantize to codes {name} {wide}", moved / took / 1e12, "TB/s", copy / 1e12, "copy", least=least)
     for name in ("mxfp8", "nvfp4", "fp8_128x128"):
