@@ -156,6 +156,40 @@ static void mma(float* c, const u32* a, const u32* b) {
   __syncwarp();
 }
 
+// A warpgroup's product, done at once.
+
+struct Group {
+  u32 held[128][4];
+  std::barrier<> threads{128};
+};
+static std::vector<std::unique_ptr<Group>> groups;
+static u64 tile(u32 at, u32 across, u32 down) {
+  require(at % 16 == 0 && at < 1 << 18, "an operand in shared memory is not aligned");
+  return (u64)(at >> 4) | (u64)(across >> 4) << 16 | (u64)(down >> 4) << 32;
+}
+template <int COUNT>
+static void multiply(float* sum, const u32* a, u64 b) {
+  Group& group = *groups[threadIdx.x / 128];
+  const u32 mine = threadIdx.x % 128, start = (b & 0x3FFF) << 4, across = (b >> 16 & 0x3FFF) << 4, down = (b >> 32) << 4;
+  for (int i = 0; i < 4; i++) group.held[mine][i] = a[i];
+  group.threads.arrive_and_wait();
+  for (int i = 0; i < 4 * COUNT; i++) {
+    const u32 half = i / 2 % 2, column = i / 4 * 8 + lane() % 4 * 2 + i % 2;
+    float total = 0;
+    for (u32 k = 0; k < 16; k++) {
+      const u32 x = group.held[mine / 32 * 32 + lane() / 4 * 4 + k % 8 / 2][half + k / 8 * 2];
+      const u32 y = at<unsigned short>(start + k / 8 * across + column / 8 * down + column % 8 * 16 + k % 8 * 2);
+      total += of_bf16(x >> k % 2 * 16 & 0xFFFF) * of_bf16(y);
+    }
+    sum[i] += total;
+  }
+  group.threads.arrive_and_wait();
+}
+static void registers_written(u32*) {}
+static void multiplication_begun() {}
+template <int LEFT>
+static void multiplied() {}
+
 // Barriers, known by their addresses.
 
 struct Barrier {
@@ -251,6 +285,8 @@ static void launch(int blocks, int threads, F kernel) {
   for (int b = 0; b < blocks; b++) {
     warps.clear();
     for (int w = 0; w < threads / 32; w++) warps.push_back(std::make_unique<Warp>());
+    groups.clear();
+    for (int w = 0; w < threads / 128; w++) groups.push_back(std::make_unique<Group>());
     block = std::make_unique<std::barrier<>>(threads);
     barriers_of_block.clear();
     memset(ring, 0xFF, sizeof ring);

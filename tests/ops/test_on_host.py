@@ -20,18 +20,18 @@ def whole_numbers(*shape, seed):
 
 
 @pytest.mark.parametrize(
-    ("weight", "tiles", "per_warp", "row_warps", "pairs", "depth"),
+    ("weight", "forms", "pairs", "depth", "columns"),
     [
-        ("mxfp8", 4, 1, 1, 2, 256),
-        ("mxfp8", 4, 2, 2, 2, 512),
-        ("mxfp8", 6, 3, 1, 1, 128),
-        ("mxfp4", 4, 1, 2, 4, 256),
-        ("nvfp4_row", 6, 2, 1, 2, 256),
-        ("nvfp4_row", 4, 4, 1, 3, 256),
+        ("mxfp8", 1, 2, 256, 96),
+        ("mxfp8", 2, 1, 512, 120),
+        ("mxfp8", 1, 3, 128, 72),
+        ("mxfp4", 1, 4, 256, 40),
+        ("nvfp4_row", 1, 2, 256, 96),
+        ("nvfp4_row", 3, 1, 256, 200),
     ],
 )
-def test_a_packed_matmul_is_that_of_decoded_weights(tmp_path, weight, tiles, per_warp, row_warps, pairs, depth):
-    columns, k, rows, stages = 40, 3 * depth, 16 * pairs, 2
+def test_a_packed_matmul_is_that_of_decoded_weights(tmp_path, weight, forms, pairs, depth, columns):
+    k, rows, stages = 3 * depth, 16 * pairs, 2
     quantizer = QUANTIZERS[weight]
     w = whole_numbers(columns, k, seed=1)
     w[:, ::3] *= 8
@@ -39,14 +39,21 @@ def test_a_packed_matmul_is_that_of_decoded_weights(tmp_path, weight, tiles, per
     q = quantize(w, quantizer)
     a = operand(whole_numbers(rows, k, seed=2), quantizer)
     whole = operand_of(q)
-    out = torch.full((rows, columns), float("nan"), dtype=torch.bfloat16)
     x = a.values.to(torch.bfloat16)
+    macros = dict(
+        FORMS=forms, MT=pairs, KS=depth, STAGES=stages, BITS=quantizer.fmt.bits, E8M0=int(quantizer.scale == "e8m0"),
+        EARLY=1,
+    )  # fmt: skip
+    arranged = torch.full_like(x, float("nan"))
+    count = rows * k // 16
+    run_on_host(tmp_path, "packed.cu", "arrange", -(-count // 128), 128, [x, arranged, rows, k // 16], **macros)
+    steps = x.view(rows, k // 16, 8, 2).permute(1, 3, 0, 2)
+    assert_same_bytes(arranged.view(steps.shape), steps.contiguous())
+    out = torch.full((rows, columns), float("nan"), dtype=torch.bfloat16)
     factors = [x, x] if a.row is None else [a.row.contiguous(), whole.row.contiguous()]
     run_on_host(
-        tmp_path, "packed.cu", "packed_matmul", -(-columns // (8 * tiles)), 32 * (tiles // per_warp * row_warps + 5),
-        [x, q.codes, q.scales, *factors, out, columns, k],
-        NT=tiles, TPW=per_warp, WR=row_warps, MT=pairs, KS=depth, STAGES=stages, BITS=quantizer.fmt.bits,
-        E8M0=int(quantizer.scale == "e8m0"), EARLY=1,
+        tmp_path, "packed.cu", "packed_matmul", -(-columns // (64 * forms)), 128 * forms + 160,
+        [arranged, q.codes, q.scales, *factors, out, columns, k], **macros,
     )  # fmt: skip
     assert_same_bytes(out, matmul(a, whole))
 

@@ -50,9 +50,9 @@ def early_launches() -> Iterator[None]:
     """Kernels of this thread that know how begin before the one before them has ended, so that starting costs nothing.
 
     Programmatic dependent launch (CUDA C++ programming guide, "Programmatic Dependent Launch and Synchronization").
-    Such a kernel waits for the one before it ahead of everything that another kernel writes or may still read, and only
-    then lets the next one start: two kernels overlap at most, and what lies before the former has ended. A packed
-    matmul reads weights before it waits, so no two kernels inside may have a write of weights between them. For steps
+    Such a kernel waits for the one before it ahead of everything that another kernel writes or may still read, and then
+    lets the next one start. A packed matmul reads weights before it waits, so no two kernels inside may have a write of
+    weights between them, and lets the next one start at once: that one waits until all before it has ended. For steps
     that are captured, and for the runs before a capture in which compilers prepare themselves.
     """
     before, _here.early = getattr(_here, "early", False), True

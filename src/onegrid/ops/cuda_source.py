@@ -32,7 +32,8 @@ def kernel(file: str, function: str, *, shared_bytes: int = 0, **macros: int) ->
 def _compiled(file: str, function: str, shared_bytes: int, macros: tuple[tuple[str, int], ...], device: int) -> Any:
     source = "".join(f"#define {name} {value}\n" for name, value in macros)
     source += "".join(Path(__file__).with_name(part).read_text(encoding="utf-8") for part in ("primitives.cu", file))
-    made = torch.cuda._compile_kernel(source, function)
+    capability = "{}{}a".format(*torch.cuda.get_device_capability(device))
+    made = torch.cuda._compile_kernel(source, function, capability)
     if shared_bytes:
         made.set_shared_memory_config(shared_bytes)
     return _Early(made) if dict(macros).get("EARLY") else made

@@ -1,52 +1,70 @@
 // out [M, N] = x [M, K] w [N, K]^T for few rows M, weights from packed codes and scales, FP32 sums with K ascending.
 //
-// One block makes NT tiles of 8 columns n for all M = 16 MT rows. Its matrix warps take TPW tiles of M / WR rows each,
-// decode the codes in registers on the way to the matrix unit (mma.m16n8k16, rows of x first) and add 16 k after 16 k.
-// Other warps copy KS numbers of every row of weights and x, and the weights' scales, at a time into a ring of STAGES
-// stages of shared memory: one copies rows of x, which may wait for the kernel before, four copy what does not.
-// Within a step of 16 the order of k is free, since the unit adds a step's products as one: lane t of four takes those
-// that `matrices` gives it of x, k 2t, 2t + 1, 2t + 8 and 2t + 9.
+// One block makes 64 FORMS columns n for all M = 16 MT rows: a warpgroup takes 64, decodes their codes in registers on the
+// way to the matrix unit (weights are its first operand) and adds 16 k after 16 k. Other warps copy KS numbers of every row
+// of weights, their scales and x at a time into a ring of STAGES stages of shared memory: one copies x, which may wait for
+// the kernel before, four copy what does not.
+// Within a step of 16 the order of k is free, since the unit adds a step's products as one: lane t of four takes codes 4t
+// to 4t + 3 as pairs (0, 2) and (1, 3), so that the first operand's columns 0 .. 7 are the even k and 8 .. 15 the odd ones.
+// `arrange` lays x out so.
 //
-// Set by the caller: NT, TPW, WR, MT, KS, STAGES, BITS of a weight (4: E2M1, 8: E4M3), E8M0 (power-of-two scales of 32,
-// else E4M3 scales of 16), EARLY. Sums of E2M1 are 2^-8 of the true ones until the end.
+// Set by the caller: FORMS, MT, KS, STAGES, BITS of a weight (4: E2M1, 8: E4M3), E8M0 (power-of-two scales of 32, else
+// E4M3 scales of 16), EARLY. Sums of E2M1 are 2^-8 of the true ones until the end.
 
 #define STEPS (KS / 16)
-#define MATRIX_WARPS (NT / TPW * WR)
-#define MINE (MT / WR)  // tiles of 16 rows of a matrix warp
-#define COPIERS 128     // threads
+#define MATRIX_WARPS (4 * FORMS)
+#define COLUMNS (64 * FORMS)
+#define COPIERS 128  // threads
 #define FOUR (BITS == 4)
 #define W_BYTES (KS * BITS / 8)
 #define W_ROW (W_BYTES + 16)  // eight rows of 16 bytes lie in different banks
-#define X_BYTES (KS * 2)
-#define X_ROW (X_BYTES + 16)
+#define X_STEP (MT * 16 * 32)
+#define X_ALL (STEPS * X_STEP)
 #define S_BYTES (E8M0 ? KS / 32 : KS / 16)  // scales of a row
-#define X_AT (NT * 8 * W_ROW)
-#define S_AT (X_AT + MT * 16 * X_ROW)
-#define STAGE_BYTES ((S_AT + NT * 8 * S_BYTES + 127) / 128 * 128)
+#define X_AT (COLUMNS * W_ROW)
+#define S_AT (X_AT + X_ALL)
+#define STAGE_BYTES ((S_AT + COLUMNS * S_BYTES + 127) / 128 * 128)
+#define BUFFERS 4  // of decoded steps
+#define UNDERWAY (STEPS < 16 ? 1 : 2)  // products at once
 
-struct Codes {
-  u32 first, second;  // of k 2t, 2t + 1 and of k 2t + 8, 2t + 9
-};
+// x [M, K] BF16, K of whole steps, in the order in which `packed_matmul` reads it: for every 16 k the even and then the odd
+// ones of all rows. A thread takes 16 numbers of a row.
+extern "C" __global__ void __launch_bounds__(128) arrange(const uint4* __restrict__ x, uint4* __restrict__ out, int rows, int steps) {
+  wait_for_former();
+  let_next_begin();
+  const int i = blockIdx.x * 128 + threadIdx.x;
+  if (i >= rows * steps) return;
+  const int step = i % steps, row = i / steps;
+  const uint4 a = x[2 * i], b = x[2 * i + 1];
+  uint4* to = out + (size_t)step * rows * 2 + row;
+  to[0] = make_uint4(__byte_perm(a.x, a.y, 0x5410), __byte_perm(a.z, a.w, 0x5410), __byte_perm(b.x, b.y, 0x5410),
+                     __byte_perm(b.z, b.w, 0x5410));
+  to[rows] = make_uint4(__byte_perm(a.x, a.y, 0x7632), __byte_perm(a.z, a.w, 0x7632), __byte_perm(b.x, b.y, 0x7632),
+                        __byte_perm(b.z, b.w, 0x7632));
+}
 
-__device__ __forceinline__ Codes load_codes(u32 at, int step) {
+// Codes of four steps of columns g and g + 8, in w[step][2].
+__device__ __forceinline__ void load_codes(u32 (*w)[2], u32 at, int step) {
 #if FOUR
-  return {load1(at + step * 8), load1(at + step * 8 + 4)};
+#pragma unroll
+  for (int s = 0; s < 4; s++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) w[s][half] = load2(at + half * 8 * W_ROW + (step + s) * 8);
 #else
-  return {load2(at + step * 16), load2(at + step * 16 + 8)};
+  matrices(&w[0][0], at + step * 16);
+  matrices(&w[2][0], at + step * 16 + 32);
 #endif
 }
 
-// BF16 pairs of what `load_codes` gives.
-__device__ __forceinline__ void decode(u32* b, Codes codes, u32 multiplier) {
+// BF16 pairs (0, 2) and (1, 3) of four codes.
+__device__ __forceinline__ void decode(u32& even, u32& odd, u32 w, u32 multiplier) {
 #if FOUR
-  u32 w = codes.first | codes.second << 8;
-  w |= w << 12;
-  b[0] = times(((w << 6) & 0x01C001C0u) | ((w << 12) & 0x80008000u), multiplier);
-  b[1] = times(((w >> 2) & 0x01C001C0u) | ((w << 4) & 0x80008000u), multiplier);
+  w = __byte_perm(w, 0, 0x4140);
+  even = times(((w << 6) & 0x01C001C0u) | ((w << 12) & 0x80008000u), multiplier);
+  odd = times(((w << 2) & 0x01C001C0u) | ((w << 8) & 0x80008000u), multiplier);
 #else
-  const u32 w = __byte_perm(codes.first, codes.second, 0x5140);
-  b[0] = times(((w << 4) & 0x07F007F0u) | ((w << 8) & 0x80008000u), multiplier);
-  b[1] = times(((w >> 4) & 0x07F007F0u) | (w & 0x80008000u), multiplier);
+  even = times(((w << 4) & 0x07F007F0u) | ((w << 8) & 0x80008000u), multiplier);
+  odd = times(((w >> 4) & 0x07F007F0u) | (w & 0x80008000u), multiplier);
 #endif
 }
 
@@ -85,115 +103,117 @@ extern "C" __global__ void __launch_bounds__(32 * MATRIX_WARPS + COPIERS + 32, 1
   __shared__ __align__(8) u64 barriers[2 * STAGES];
   const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const u32 full = shared_at(barriers), empty = full + 8 * STAGES, base = shared_at(ring);
-  const int num_stages = K / KS, n0 = blockIdx.x * NT * 8;
+  const int num_stages = K / KS, n0 = blockIdx.x * COLUMNS;
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
-      make_barrier(full + 8 * s, 2 * COPIERS + 1);
+      make_barrier(full + 8 * s, COPIERS + 1);
       make_barrier(empty + 8 * s, MATRIX_WARPS);
     }
     barriers_made();
   }
   __syncthreads();
+  let_next_begin();
 
   if (warp == MATRIX_WARPS + COPIERS / 32) {
     wait_for_former();
-    let_next_begin();
     for (int stage = 0; stage < num_stages; stage++) {
-      const u32 slot = stage % STAGES, to = base + slot * STAGE_BYTES + X_AT, barrier = full + 8 * slot;
+      const u32 slot = stage % STAGES, barrier = full + 8 * slot;
       if (stage >= STAGES) wait(empty + 8 * slot, (stage / STAGES - 1) & 1);
-      if (lane == 0) arrive_expecting(barrier, MT * 16 * X_BYTES);
+      if (lane == 0) {
+        arrive_expecting(barrier, X_ALL);
+        bulk_copy(base + slot * STAGE_BYTES + X_AT, x + (size_t)stage * X_ALL, X_ALL, barrier);
+      }
       __syncwarp();
-      for (u32 row = lane; row < MT * 16; row += 32)
-        bulk_copy(to + row * X_ROW, x + ((size_t)row * K + stage * KS) * 2, X_BYTES, barrier);
     }
     return;
   }
 
   if (warp >= MATRIX_WARPS) {
-    const u32 mine = threadIdx.x - 32 * MATRIX_WARPS;
-    const u32 bytes = (NT * 8 - mine + COPIERS - 1) / COPIERS * W_BYTES;  // of its rows
+    const u32 mine = threadIdx.x - 32 * MATRIX_WARPS, piece = mine % (W_BYTES / 16), first = mine / (W_BYTES / 16);
     for (int stage = 0; stage < num_stages; stage++) {
-      const u32 slot = stage % STAGES, at = base + slot * STAGE_BYTES, barrier = full + 8 * slot;
+      const u32 slot = stage % STAGES, at = base + slot * STAGE_BYTES;
       if (stage >= STAGES) wait(empty + 8 * slot, (stage / STAGES - 1) & 1);
-      arrive_expecting(barrier, mine < NT * 8 ? bytes : 0);
-      for (u32 row = mine; row < NT * 8; row += COPIERS) {  // columns beyond N are made of the last, and never stored
+#pragma unroll
+      for (u32 row = first; row < COLUMNS; row += COPIERS * 16 / W_BYTES) {  // columns beyond N: the last, never stored
         const size_t n = min(n0 + (int)row, N - 1);
-        bulk_copy(at + row * W_ROW, codes + n * (K / 8 * BITS) + stage * W_BYTES, W_BYTES, barrier);
+        copy<16>(at + row * W_ROW + piece * 16, codes + n * (K / 8 * BITS) + stage * W_BYTES + piece * 16);
+      }
+      for (u32 row = mine; row < COLUMNS; row += COPIERS) {
+        const size_t n = min(n0 + (int)row, N - 1);
         copy<S_BYTES>(at + S_AT + row * S_BYTES, scales + n * (K / KS * S_BYTES) + stage * S_BYTES);
       }
-      arrive_when_copied(barrier);
+      arrive_when_copied(full + 8 * slot);
     }
     wait_for_copies();
     return;
   }
 
-  wait_for_former();  // for x_row, and whoever still reads what lies at out
-  let_next_begin();
-  const u32 g = lane >> 2, t = lane & 3, column = warp / WR * TPW * 8 + g, first_row = warp % WR * MINE * 16;
-  const u32 w_lane = column * W_ROW + t * (FOUR ? 1 : 2), s_lane = S_AT + column * S_BYTES;
-  const u32 x_lane = X_AT + (first_row + (lane & 15)) * X_ROW + (lane >> 4) * 16;
-  float sum[TPW][MINE][4] = {};
-  u32 a[2][MINE][4], m[TPW][WORDS][4], slot = 0, phase = 0, at = base;
-  Codes w[2][TPW];
+  const u32 g = lane >> 2, t = lane & 3, column = warp * 16 + g;
+#if FOUR
+  const u32 w_lane = column * W_ROW + t * 2;
+#else
+  const u32 w_lane = (warp * 16 + (lane & 15)) * W_ROW + (lane >> 4) * 16;
+#endif
+  const u32 s_lane = S_AT + column * S_BYTES;
+  float sum[MT * 8] = {};
+  u32 a[BUFFERS][4], m[2][WORDS][4], w[2][4][2], slot = 0, phase = 0, at = base;
   wait(full, 0);
+  load_codes(w[0], at + w_lane, 0);
 #pragma unroll
-  for (int c = 0; c < MINE; c++) matrices(a[0][c], at + x_lane + c * 16 * X_ROW);
-#pragma unroll
-  for (int r = 0; r < TPW; r++) {
-    w[0][r] = load_codes(at + w_lane + r * 8 * W_ROW, 0);
-    load_multipliers(m[r], at + s_lane + r * 8 * S_BYTES, t);
-  }
+  for (int half = 0; half < 2; half++) load_multipliers(m[half], at + s_lane + half * 8 * S_BYTES, t);
   for (int stage = 0; stage < num_stages; stage++) {
-    const u32 here = empty + 8 * slot;
+    const u32 before = empty + 8 * (slot ? slot - 1 : STAGES - 1);
+    const u64 rows = tile(at + X_AT, X_STEP / 2, 128);
     const bool more = stage + 1 < num_stages;
 #pragma unroll
     for (int s = 0; s < STEPS; s++) {
-      const int next = (s + 1) % STEPS;
-      u32 factor[TPW];
+      u32 factor[2];
 #pragma unroll
-      for (int r = 0; r < TPW; r++) factor[r] = multiplier(m[r], s);
-      if (next == 0 && more) {
+      for (int half = 0; half < 2; half++) factor[half] = multiplier(m[half], s);
+      if (s % 4 == 0 && s + 4 < STEPS) load_codes(w[(s / 4 + 1) & 1], at + w_lane, s + 4);
+      u32* const to = a[s % BUFFERS];
+      decode(to[0], to[2], w[s / 4 & 1][s % 4][0], factor[0]);
+      decode(to[1], to[3], w[s / 4 & 1][s % 4][1], factor[1]);
+      if (s + 1 == STEPS && more) {  // what the next stage begins with
         if (++slot == STAGES) slot = 0, phase ^= 1;
         at = base + slot * STAGE_BYTES;
         wait(full + 8 * slot, phase);
+        load_codes(w[0], at + w_lane, 0);
 #pragma unroll
-        for (int r = 0; r < TPW; r++) load_multipliers(m[r], at + s_lane + r * 8 * S_BYTES, t);
+        for (int half = 0; half < 2; half++) load_multipliers(m[half], at + s_lane + half * 8 * S_BYTES, t);
       }
-      if (next || more) {  // what the next step reads
-#pragma unroll
-        for (int c = 0; c < MINE; c++) matrices(a[(s + 1) & 1][c], at + x_lane + c * 16 * X_ROW + next * 32);
-#pragma unroll
-        for (int r = 0; r < TPW; r++) w[(s + 1) & 1][r] = load_codes(at + w_lane + r * 8 * W_ROW, next);
-      }
-#pragma unroll
-      for (int r = 0; r < TPW; r++) {
-        u32 b[2];
-        decode(b, w[s & 1][r], factor[r]);
-#pragma unroll
-        for (int c = 0; c < MINE; c++) mma(sum[r][c], a[s & 1][c], b);
+      registers_written(to);
+      multiply<2 * MT>(sum, to, rows + s * (X_STEP / 16));
+      multiplication_begun();
+      if (s + 1 < STEPS) multiplied<UNDERWAY>();
+      else multiplied<1>();  // what is under way between two stages, ptxas would otherwise not let overlap at all
+      if (s == UNDERWAY && stage > 0) {  // products of the stage before have ended
+        __syncwarp();
+        if (lane == 0) arrive(before);
       }
     }
-    __syncwarp();
-    if (lane == 0) arrive(here);
   }
+  multiplied<0>();
+  wait_for_former();  // for x_row, and whoever still reads what lies at out
 
+  // Lanes 4g + t and 4g + t ^ 4 hold two columns side by side: each stores one row of both.
+  const int n = n0 + column, odd = g & 1;
 #pragma unroll
-  for (int r = 0; r < TPW; r++) {
-    const int n = n0 + (warp / WR * TPW + r) * 8 + 2 * t;
-    if (n >= N) continue;
+  for (int half = 0; half < 2; half++) {
 #pragma unroll
-    for (int c = 0; c < MINE; c++) {
+    for (int j = 0; j < 2 * MT; j++) {
+      float mine[2];
 #pragma unroll
-      for (int e = 0; e < 4; e += 2) {
-        const int row = first_row + c * 16 + e * 4 + g;
-        float low = sum[r][c][e] * (FOUR ? 256.0f : 1.0f), high = sum[r][c][e + 1] * (FOUR ? 256.0f : 1.0f);
+      for (int e = 0; e < 2; e++) {
+        mine[e] = sum[4 * j + 2 * half + e] * (FOUR ? 256.0f : 1.0f);
 #if !E8M0
-        const float inverse = __uint_as_float(0x34149B93u);  // 1 / 2688^2
-        low = __fmul_rn(__fmul_rn(low, inverse), __fmul_rn(x_row[row], w_row[n]));
-        high = __fmul_rn(__fmul_rn(high, inverse), __fmul_rn(x_row[row], w_row[n + 1]));
+        const int row = 8 * j + 2 * t + e, of = min(n + 8 * half, N - 1);
+        mine[e] = __fmul_rn(__fmul_rn(mine[e], __uint_as_float(0x34149B93u)), __fmul_rn(x_row[row], w_row[of]));  // 1 / 2688^2
 #endif
-        out[((size_t)row * N + n) / 2] = pair_of_bf16(low, high);
       }
+      const float theirs = __shfl_xor_sync(0xFFFFFFFFu, mine[1 - odd], 4);
+      const int row = 8 * j + 2 * t + odd, pair = n + 8 * half - odd;
+      if (pair < N) out[((size_t)row * N + pair) / 2] = odd ? pair_of_bf16(theirs, mine[1]) : pair_of_bf16(mine[0], theirs);
     }
   }
 }

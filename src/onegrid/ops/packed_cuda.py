@@ -1,9 +1,9 @@
 """Matmuls at few rows from packed codes and scales: `packed.cu`, with the bytes of the decoded weights' matmul.
 
-A sum is one chain of products, K ascending, so a matmul of few columns takes as long as one warp needs for its chain:
-tiles are narrow, and a warp takes few of them. Decoded values are exact in BF16, and `mma` adds K in ascending steps of
-16 as cuBLAS does under the pins, so FP32 sums have the same bits (measured at every shape that
-tests/ops/test_low_bits.py runs; `model.live` proves the model's own).
+A sum is one chain of products, K ascending, so a matmul of few columns takes as long as one warpgroup needs for its
+chain. Decoded values are exact in BF16, and the matrix unit adds K in ascending steps of 16 as cuBLAS does under the
+pins, so FP32 sums have the same bits (measured at every shape that tests/ops/test_low_bits.py runs; `model.live` proves
+the model's own).
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ MOST_ROWS = 64
 LARGEST_BYTE = {"e4m3": 134, "e2m1": 136}
 """E8M0 scale bytes up to which a decoded value is one product: 2^7 and 2^9, times 448 and 6."""
 
-_DEPTH = 256
+_STEP = 256
+"""K is a multiple of it."""
+_DEPTHS = (512, 256, 128)
 """Numbers of k in a stage."""
 _SHARED_BYTES = 226 * 1024
-_MOST_TILES = 24
-_MOST_WARPS = 12
 _MOST_STAGES = 8
+_MOST_FORMS = 4
+_COLUMNS = 64
+"""Of one warpgroup."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +60,16 @@ class Packed:
 
 
 def covers(quantizer: Quantizer | None, shape: tuple[int, ...], device: torch.device) -> bool:
-    """Whether `packed_matmul` knows the weights: MXFP8, MXFP4, NVFP4 in blocks of 1 x w, K of whole stages."""
+    """Whether `packed_matmul` knows the weights: MXFP8, MXFP4, NVFP4 in blocks of 1 x w, and the GPU: Hopper's."""
     return (
         quantizer is not None
         and (quantizer.fmt.name, quantizer.scale, quantizer.block)
         in (("e4m3", "e8m0", (1, 32)), ("e2m1", "e8m0", (1, 32)), ("e2m1", "e4m3", (1, 16)))
         and len(shape) == 2
         and shape[0] % 16 == 0
-        and shape[1] % _DEPTH == 0
+        and shape[1] % _STEP == 0
         and can_compile(device)
+        and torch.cuda.get_device_capability(device) == (9, 0)
     )
 
 
@@ -84,36 +88,40 @@ def packed_matmul(a: Operand, weight: Packed, row_N: Tensor | None) -> Tensor:
         raise CapabilityError(f"packed matmul of {num_rows} rows; multiples of {TILE} up to {MOST_ROWS} are covered")
     if x.shape[1] != depth:
         raise CapabilityError(f"packed matmul of rows of {x.shape[1]} numbers with weights of {depth}")
-    pairs, bits, e8m0 = num_rows // 16, quantizer.fmt.bits, quantizer.scale == "e8m0"
-    scale_bytes = _DEPTH // (32 if e8m0 else 16)
-    tiles, per_warp, stages = _tiles(num_columns, pairs, bits, scale_bytes)
-    shared_bytes = stages * _stage_bytes(tiles, pairs, bits, scale_bytes)
-    run = kernel(
-        "packed.cu", "packed_matmul", shared_bytes=shared_bytes, NT=tiles, TPW=per_warp, WR=1, MT=pairs, KS=_DEPTH,
-        STAGES=stages, BITS=bits, E8M0=int(e8m0), EARLY=int(may_begin_early(x.device)),
-    )  # fmt: skip
-    out = torch.empty(num_rows, num_columns, dtype=torch.bfloat16, device=x.device)
+    e8m0 = quantizer.scale == "e8m0"
+    tiling = _tiling(num_columns, depth, num_rows // 16, quantizer.fmt.bits, e8m0)
+    forms, shared_bytes = tiling["FORMS"], tiling["STAGES"] * _stage_bytes(**{k: tiling[k] for k in _STAGE})
+    macros = {**tiling, "E8M0": int(e8m0), "EARLY": int(may_begin_early(x.device))}
+    arranged, out = torch.empty_like(x), x.new_empty(num_rows, num_columns, dtype=torch.bfloat16)
+    steps = depth // 16
+    arrange = kernel("packed.cu", "arrange", **macros)
+    arrange((-(-num_rows * steps // 128), 1, 1), (128, 1, 1), [x, arranged, num_rows, steps])
     factors = (x, x) if a.row is None or row_N is None else (a.row.contiguous(), row_N)
-    threads = 32 * (tiles // per_warp + 5)
-    grid = (-(-num_columns // (8 * tiles)), 1, 1)
-    run(grid, (threads, 1, 1), [x, weight.codes, weight.scales, *factors, out, num_columns, depth], shared_bytes)
+    run = kernel("packed.cu", "packed_matmul", shared_bytes=shared_bytes, **macros)
+    args = [arranged, weight.codes, weight.scales, *factors, out, num_columns, depth]
+    run((-(-num_columns // (_COLUMNS * forms)), 1, 1), (128 * forms + 160, 1, 1), args, shared_bytes)
     return out
 
 
-def _tiles(num_columns: int, pairs: int, bits: int, scale_bytes: int) -> tuple[int, int, int]:
-    """Tiles of 8 columns of one block, as even a share for every multiprocessor as fits; of one warp; and stages."""
+_STAGE = ("FORMS", "MT", "KS", "BITS", "E8M0")
+
+
+def _tiling(num_columns: int, depth: int, pairs: int, bits: int, e8m0: bool) -> dict[str, int]:
+    """Warpgroups of a block, as even a share for every multiprocessor as fits; numbers of k in a stage; and stages."""
     multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    waves = 0
-    while True:
+    tiles, waves = -(-num_columns // _COLUMNS), 1
+    while (forms := -(-tiles // (waves * multiprocessors))) > _MOST_FORMS:
         waves += 1
-        tiles = -(-num_columns // (8 * waves * multiprocessors))
-        per_warp = -(-tiles // _MOST_WARPS)
-        tiles = round_up(tiles, per_warp)
-        stages = min(_MOST_STAGES, _SHARED_BYTES // _stage_bytes(tiles, pairs, bits, scale_bytes))
-        if tiles <= _MOST_TILES and stages >= 2:
-            return tiles, per_warp, stages
+    found = {"FORMS": forms, "MT": pairs, "BITS": bits, "E8M0": int(e8m0)}
+    fits = []
+    for size in _DEPTHS if e8m0 else (_STEP,):
+        stages = min(_MOST_STAGES, _SHARED_BYTES // _stage_bytes(**found, KS=size))
+        if depth % size == 0 and stages >= 2:
+            fits.append({**found, "KS": size, "STAGES": stages})
+    return next((one for one in fits if one["STAGES"] >= 3), fits[-1])
 
 
-def _stage_bytes(tiles: int, pairs: int, bits: int, scale_bytes: int) -> int:
+def _stage_bytes(FORMS: int, MT: int, KS: int, BITS: int, E8M0: int) -> int:
     """As STAGE_BYTES in `packed.cu`."""
-    return round_up(8 * tiles * (_DEPTH * bits // 8 + 16 + scale_bytes) + 16 * pairs * (2 * _DEPTH + 16), 128)
+    weights = _COLUMNS * FORMS * (KS * BITS // 8 + 16 + KS // (32 if E8M0 else 16))
+    return round_up(weights + 16 * MT * 2 * KS, 128)

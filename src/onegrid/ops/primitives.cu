@@ -111,6 +111,57 @@ __device__ __forceinline__ void mma(float* c, const u32* a, const u32* b) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// A warpgroup's product: sum [64, 8 COUNT] += a [64, 16] b [8 COUNT, 16]^T, BF16 with FP32 sums. Warp w of four holds rows
+// 16 w .. of a and sum as `mma` holds its first operand and its sum; b lies in shared memory as `tile` says. It runs on
+// beside the threads: registers of a and b's memory have to stay until `multiplied` has seen it.
+//
+// Where b begins (its address may be added to, in units of 16 bytes), bytes from its columns k 0 .. 7 to k 8 .. 15, and from
+// eight of its rows to the next eight. Eight rows of eight numbers lie together, 128 bytes.
+__device__ __forceinline__ u64 tile(u32 at, u32 across, u32 down) {
+  return (u64)(at >> 4) | (u64)(across >> 4) << 16 | (u64)(down >> 4) << 32;
+}
+
+__device__ __forceinline__ void registers_written(u32* a) {
+  asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+#define OF_SUM(i) "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3])
+#define OF_EIGHT(i) OF_SUM(i), OF_SUM(i + 4)
+template <int COUNT>
+__device__ __forceinline__ void multiply(float* sum, const u32* a, u64 b) {
+  if constexpr (COUNT == 2)
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, "
+        "{%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
+        : OF_EIGHT(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  else if constexpr (COUNT == 4)
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
+        "%13, %14, %15}, {%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
+        : OF_EIGHT(0), OF_EIGHT(8) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  else if constexpr (COUNT == 6)
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
+        "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, {%24, %25, %26, %27}, %28, 1, 1, 1, 0;"
+        : OF_EIGHT(0), OF_EIGHT(8), OF_EIGHT(16) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  else
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
+        "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "{%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+        : OF_EIGHT(0), OF_EIGHT(8), OF_EIGHT(16), OF_EIGHT(24)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+__device__ __forceinline__ void multiplication_begun() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Until all but the last LEFT products have ended.
+template <int LEFT>
+__device__ __forceinline__ void multiplied() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
 // Barriers in shared memory: a phase ends when all arrivals and all bytes that were announced have come.
 
 __device__ __forceinline__ void make_barrier(u32 barrier, u32 arrivals) {
