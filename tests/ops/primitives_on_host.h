@@ -59,7 +59,7 @@ static Warp& warp() { return *warps[threadIdx.x / 32]; }
 static void __syncwarp() { warp().lanes.arrive_and_wait(); }
 static void __syncthreads() { block->arrive_and_wait(); }
 
-static u32 __shfl_sync(u32, u32 value, u32 source, u32 width) {
+static u32 __shfl_sync(u32, u32 value, u32 source, u32 width = 32) {
   warp().held[lane()][7] = value;
   __syncwarp();
   const u32 got = warp().held[lane() / width * width + source % width][7];
@@ -86,7 +86,10 @@ static float __frcp_rn(float a) { return 1.0f / a; }
 static u32 __byte_perm(u32 a, u32 b, u32 selector) {
   const u64 bytes = a | (u64)b << 32;
   u32 out = 0;
-  for (int i = 0; i < 4; i++) out |= (u32)(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  for (int i = 0; i < 4; i++) {
+    const u32 how = selector >> 4 * i & 15, byte = bytes >> 8 * (how & 7) & 255;
+    out |= (how < 8 ? byte : byte >> 7 ? 255u : 0u) << 8 * i;  // from 8 on: the byte's sign, eight times
+  }
   return out;
 }
 
@@ -185,7 +188,7 @@ static void multiply(float* sum, const u32* a, u64 b) {
   }
   group.threads.arrive_and_wait();
 }
-static void registers_written(u32*) {}
+static void registers_written() {}
 static void multiplication_begun() {}
 template <int LEFT>
 static void multiplied() {}

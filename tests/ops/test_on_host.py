@@ -46,7 +46,7 @@ def test_a_packed_matmul_is_that_of_decoded_weights(tmp_path, weight, forms, pai
     )  # fmt: skip
     arranged = torch.full_like(x, float("nan"))
     count = rows * k // 16
-    run_on_host(tmp_path, "packed.cu", "arrange", -(-count // 128), 128, [x, arranged, rows, k // 16], **macros)
+    run_on_host(tmp_path, "arrange.cu", "arrange", -(-count // 128), 128, [x, arranged, rows, k // 16], EARLY=1)
     steps = x.view(rows, k // 16, 8, 2).permute(1, 3, 0, 2)
     assert_same_bytes(arranged.view(steps.shape), steps.contiguous())
     out = torch.full((rows, columns), float("nan"), dtype=torch.bfloat16)

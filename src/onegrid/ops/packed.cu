@@ -6,7 +6,7 @@
 // the kernel before, four copy what does not.
 // Within a step of 16 the order of k is free, since the unit adds a step's products as one: lane t of four takes codes 4t
 // to 4t + 3 as pairs (0, 2) and (1, 3), so that the first operand's columns 0 .. 7 are the even k and 8 .. 15 the odd ones.
-// `arrange` lays x out so.
+// `arrange.cu` lays x out so.
 //
 // Set by the caller: FORMS, MT, KS, STAGES, BITS of a weight (4: E2M1, 8: E4M3), E8M0 (power-of-two scales of 32, else
 // E4M3 scales of 16), EARLY. Sums of E2M1 are 2^-8 of the true ones until the end.
@@ -24,24 +24,7 @@
 #define X_AT (COLUMNS * W_ROW)
 #define S_AT (X_AT + X_ALL)
 #define STAGE_BYTES ((S_AT + COLUMNS * S_BYTES + 127) / 128 * 128)
-#define BUFFERS 4  // of decoded steps
-#define UNDERWAY (STEPS < 16 ? 1 : 2)  // products at once
-
-// x [M, K] BF16, K of whole steps, in the order in which `packed_matmul` reads it: for every 16 k the even and then the odd
-// ones of all rows. A thread takes 16 numbers of a row.
-extern "C" __global__ void __launch_bounds__(128) arrange(const uint4* __restrict__ x, uint4* __restrict__ out, int rows, int steps) {
-  wait_for_former();
-  let_next_begin();
-  const int i = blockIdx.x * 128 + threadIdx.x;
-  if (i >= rows * steps) return;
-  const int step = i % steps, row = i / steps;
-  const uint4 a = x[2 * i], b = x[2 * i + 1];
-  uint4* to = out + (size_t)step * rows * 2 + row;
-  to[0] = make_uint4(__byte_perm(a.x, a.y, 0x5410), __byte_perm(a.z, a.w, 0x5410), __byte_perm(b.x, b.y, 0x5410),
-                     __byte_perm(b.z, b.w, 0x5410));
-  to[rows] = make_uint4(__byte_perm(a.x, a.y, 0x7632), __byte_perm(a.z, a.w, 0x7632), __byte_perm(b.x, b.y, 0x7632),
-                        __byte_perm(b.z, b.w, 0x7632));
-}
+#define AT_ONCE (FORMS == 1 || FORMS * MT < 7 ? 4 : 2)  // steps that are decoded together
 
 // Codes of four steps of columns g and g + 8, in w[step][2].
 __device__ __forceinline__ void load_codes(u32 (*w)[2], u32 at, int step) {
@@ -60,25 +43,29 @@ __device__ __forceinline__ void load_codes(u32 (*w)[2], u32 at, int step) {
 __device__ __forceinline__ void decode(u32& even, u32& odd, u32 w, u32 multiplier) {
 #if FOUR
   w = __byte_perm(w, 0, 0x4140);
-  even = times(((w << 6) & 0x01C001C0u) | ((w << 12) & 0x80008000u), multiplier);
-  odd = times(((w << 2) & 0x01C001C0u) | ((w << 8) & 0x80008000u), multiplier);
+  even = times((w & 0x000F000Fu) * 0x1040u & 0x81C081C0u, multiplier);  // a code at bit 12, for its sign, and at bit 6
+  odd = times((w & 0x00F000F0u) * 0x104u & 0x81C081C0u, multiplier);
 #else
-  even = times(((w << 4) & 0x07F007F0u) | ((w << 8) & 0x80008000u), multiplier);
-  odd = times(((w >> 4) & 0x07F007F0u) | (w & 0x80008000u), multiplier);
+  even = times(__byte_perm(w, 0, 0xA280) << 4 & 0x87F087F0u, multiplier);  // bytes 0 and 2 with their signs in front
+  odd = times(__byte_perm(w, 0, 0xB391) << 4 & 0x87F087F0u, multiplier);
 #endif
 }
 
-// A column's multipliers of a stage, BF16 pairs: what takes a code's bits, moved to BF16's fields, to its value. Scales of
-// 16 are as many as steps, so that each of four lanes keeps a quarter of them.
+// A column's scales of a stage as they lie. Scales of 16 are as many as steps, so that each of four lanes keeps a quarter.
 #define WORDS (E8M0 ? KS / 128 : KS / 256)
 
-__device__ __forceinline__ void load_multipliers(u32 (*m)[4], u32 at, u32 t) {
+__device__ __forceinline__ void load_scales(u32* words, u32 at, u32 t) {
+#pragma unroll
+  for (int j = 0; j < WORDS; j++) words[j] = load4(E8M0 ? at + 4 * j : at + 16 * j + 4 * t);
+}
+
+// Their multipliers, BF16 pairs: what takes a code's bits, moved to BF16's fields, to its value.
+__device__ __forceinline__ void to_multipliers(u32 (*m)[4], const u32* words) {
 #pragma unroll
   for (int j = 0; j < WORDS; j++) {
-    const u32 word = load4(E8M0 ? at + 4 * j : at + 16 * j + 4 * t);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const u32 both = __byte_perm(word, 0, 0x4040 + 0x0101 * i);
+      const u32 both = __byte_perm(words[j], 0, 0x4040 + 0x0101 * i);
 #if E8M0
       m[j][i] = both * 128u + (FOUR ? 118u : 120u) * 0x00800080u;
 #else
@@ -156,38 +143,46 @@ extern "C" __global__ void __launch_bounds__(32 * MATRIX_WARPS + COPIERS + 32, 1
 #endif
   const u32 s_lane = S_AT + column * S_BYTES;
   float sum[MT * 8] = {};
-  u32 a[BUFFERS][4], m[2][WORDS][4], w[2][4][2], slot = 0, phase = 0, at = base;
+  u32 a[2][AT_ONCE][4], m[2][WORDS][4], scales_of[2][WORDS], w[2][4][2], slot = 0, phase = 0, at = base;
   wait(full, 0);
   load_codes(w[0], at + w_lane, 0);
 #pragma unroll
-  for (int half = 0; half < 2; half++) load_multipliers(m[half], at + s_lane + half * 8 * S_BYTES, t);
+  for (int half = 0; half < 2; half++) load_scales(scales_of[half], at + s_lane + half * 8 * S_BYTES, t);
   for (int stage = 0; stage < num_stages; stage++) {
     const u32 before = empty + 8 * (slot ? slot - 1 : STAGES - 1);
-    const u64 rows = tile(at + X_AT, X_STEP / 2, 128);
-    const bool more = stage + 1 < num_stages;
+    const u32 x_at = __shfl_sync(0xFFFFFFFFu, base + slot * STAGE_BYTES + X_AT, 0);  // says that it is the same for all
+    const u64 rows = tile(x_at, X_STEP / 2, 128);
 #pragma unroll
-    for (int s = 0; s < STEPS; s++) {
-      u32 factor[2];
+    for (int half = 0; half < 2; half++) to_multipliers(m[half], scales_of[half]);
 #pragma unroll
-      for (int half = 0; half < 2; half++) factor[half] = multiplier(m[half], s);
-      if (s % 4 == 0 && s + 4 < STEPS) load_codes(w[(s / 4 + 1) & 1], at + w_lane, s + 4);
-      u32* const to = a[s % BUFFERS];
-      decode(to[0], to[2], w[s / 4 & 1][s % 4][0], factor[0]);
-      decode(to[1], to[3], w[s / 4 & 1][s % 4][1], factor[1]);
-      if (s + 1 == STEPS && more) {  // what the next stage begins with
-        if (++slot == STAGES) slot = 0, phase ^= 1;
-        at = base + slot * STAGE_BYTES;
-        wait(full + 8 * slot, phase);
-        load_codes(w[0], at + w_lane, 0);
+    for (int s = 0; s < STEPS; s += AT_ONCE) {
+      if (s % 4 == 0) {  // what comes four steps later
+        if (s + 4 < STEPS) {
+          load_codes(w[(s / 4 + 1) & 1], at + w_lane, s + 4);
+        } else {
+          if (++slot == STAGES) slot = 0, phase ^= 1;
+          at = base + slot * STAGE_BYTES;
+          if (stage + 1 < num_stages) {
+            wait(full + 8 * slot, phase);
+            load_codes(w[0], at + w_lane, 0);
 #pragma unroll
-        for (int half = 0; half < 2; half++) load_multipliers(m[half], at + s_lane + half * 8 * S_BYTES, t);
+            for (int half = 0; half < 2; half++) load_scales(scales_of[half], at + s_lane + half * 8 * S_BYTES, t);
+          }
+        }
       }
-      registers_written(to);
-      multiply<2 * MT>(sum, to, rows + s * (X_STEP / 16));
+      u32(*const to)[4] = a[s / AT_ONCE & 1];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) {
+        const u32* codes_of = w[s / 4 & 1][(s + i) % 4];
+        decode(to[i][0], to[i][2], codes_of[0], multiplier(m[0], s + i));
+        decode(to[i][1], to[i][3], codes_of[1], multiplier(m[1], s + i));
+      }
+      registers_written();
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) multiply<2 * MT>(sum, to[i], rows + (s + i) * (X_STEP / 16));
       multiplication_begun();
-      if (s + 1 < STEPS) multiplied<UNDERWAY>();
-      else multiplied<1>();  // what is under way between two stages, ptxas would otherwise not let overlap at all
-      if (s == UNDERWAY && stage > 0) {  // products of the stage before have ended
+      multiplied<1>();
+      if (s == 0 && stage > 0) {  // products of the stage before have ended
         __syncwarp();
         if (lane == 0) arrive(before);
       }

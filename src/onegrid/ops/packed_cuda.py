@@ -91,13 +91,12 @@ def packed_matmul(a: Operand, weight: Packed, row_N: Tensor | None) -> Tensor:
     e8m0 = quantizer.scale == "e8m0"
     tiling = _tiling(num_columns, depth, num_rows // 16, quantizer.fmt.bits, e8m0)
     forms, shared_bytes = tiling["FORMS"], tiling["STAGES"] * _stage_bytes(**{k: tiling[k] for k in _STAGE})
-    macros = {**tiling, "E8M0": int(e8m0), "EARLY": int(may_begin_early(x.device))}
+    early, steps = int(may_begin_early(x.device)), depth // 16
     arranged, out = torch.empty_like(x), x.new_empty(num_rows, num_columns, dtype=torch.bfloat16)
-    steps = depth // 16
-    arrange = kernel("packed.cu", "arrange", **macros)
+    arrange = kernel("arrange.cu", "arrange", EARLY=early)
     arrange((-(-num_rows * steps // 128), 1, 1), (128, 1, 1), [x, arranged, num_rows, steps])
     factors = (x, x) if a.row is None or row_N is None else (a.row.contiguous(), row_N)
-    run = kernel("packed.cu", "packed_matmul", shared_bytes=shared_bytes, **macros)
+    run = kernel("packed.cu", "packed_matmul", shared_bytes=shared_bytes, EARLY=early, **tiling)
     args = [arranged, weight.codes, weight.scales, *factors, out, num_columns, depth]
     run((-(-num_columns // (_COLUMNS * forms)), 1, 1), (128 * forms + 160, 1, 1), args, shared_bytes)
     return out
@@ -116,7 +115,7 @@ def _tiling(num_columns: int, depth: int, pairs: int, bits: int, e8m0: bool) -> 
     fits = []
     for size in _DEPTHS if e8m0 else (_STEP,):
         stages = min(_MOST_STAGES, _SHARED_BYTES // _stage_bytes(**found, KS=size))
-        if depth % size == 0 and stages >= 2:
+        if depth % size == 0 and stages >= 2 and (forms < 3 or size < 512):  # ptxas lets no two products overlap there
             fits.append({**found, "KS": size, "STAGES": stages})
     return next((one for one in fits if one["STAGES"] >= 3), fits[-1])
 

@@ -115,16 +115,13 @@ __device__ __forceinline__ void mma(float* c, const u32* a, const u32* b) {
 // 16 w .. of a and sum as `mma` holds its first operand and its sum; b lies in shared memory as `tile` says. It runs on
 // beside the threads: registers of a and b's memory have to stay until `multiplied` has seen it.
 //
-// Where b begins (its address may be added to, in units of 16 bytes), bytes from its columns k 0 .. 7 to k 8 .. 15, and from
-// eight of its rows to the next eight. Eight rows of eight numbers lie together, 128 bytes.
+// Where b begins (units of 16 bytes may be added), bytes from its columns k 0 .. 7 to k 8 .. 15, and from eight of its rows
+// to the next eight. Eight rows of eight numbers lie together, 128 bytes.
 __device__ __forceinline__ u64 tile(u32 at, u32 across, u32 down) {
   return (u64)(at >> 4) | (u64)(across >> 4) << 16 | (u64)(down >> 4) << 32;
 }
 
-__device__ __forceinline__ void registers_written(u32* a) {
-  asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
+__device__ __forceinline__ void registers_written() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 #define OF_SUM(i) "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3])
 #define OF_EIGHT(i) OF_SUM(i), OF_SUM(i + 4)
