@@ -83,15 +83,16 @@ static float __fsub_rn(float a, float b) { return a - b; }
 static float __fdiv_rn(float a, float b) { return a / b; }
 static float __frcp_rn(float a) { return 1.0f / a; }
 
-static u32 __byte_perm(u32 a, u32 b, u32 selector) {
+static u32 bytes_of(u32 a, u32 b, u32 selector) {
   const u64 bytes = a | (u64)b << 32;
   u32 out = 0;
   for (int i = 0; i < 4; i++) {
     const u32 how = selector >> 4 * i & 15, byte = bytes >> 8 * (how & 7) & 255;
-    out |= (how < 8 ? byte : byte >> 7 ? 255u : 0u) << 8 * i;  // from 8 on: the byte's sign, eight times
+    out |= (how < 8 ? byte : byte >> 7 ? 255u : 0u) << 8 * i;
   }
   return out;
 }
+static u32 __byte_perm(u32 a, u32 b, u32 selector) { return bytes_of(a, b, selector & 0x7777); }
 
 static float of_bf16(u32 a) { return __uint_as_float(a << 16); }
 static u32 to_bf16(float x) {
@@ -188,10 +189,13 @@ static void multiply(float* sum, const u32* a, u64 b) {
   }
   group.threads.arrive_and_wait();
 }
-static void registers_written() {}
+template <int COUNT>
+static void registers_written(u32*) {}
 static void multiplication_begun() {}
 template <int LEFT>
 static void multiplied() {}
+template <int COUNT>
+static void all_multiplied(float*) {}
 
 // Barriers, known by their addresses.
 

@@ -46,8 +46,8 @@ __device__ __forceinline__ void decode(u32& even, u32& odd, u32 w, u32 multiplie
   even = times((w & 0x000F000Fu) * 0x1040u & 0x81C081C0u, multiplier);  // a code at bit 12, for its sign, and at bit 6
   odd = times((w & 0x00F000F0u) * 0x104u & 0x81C081C0u, multiplier);
 #else
-  even = times(__byte_perm(w, 0, 0xA280) << 4 & 0x87F087F0u, multiplier);  // bytes 0 and 2 with their signs in front
-  odd = times(__byte_perm(w, 0, 0xB391) << 4 & 0x87F087F0u, multiplier);
+  even = times(bytes_of(w, 0, 0xA280) << 4 & 0x87F087F0u, multiplier);  // bytes 0 and 2 with their signs in front
+  odd = times(bytes_of(w, 0, 0xB391) << 4 & 0x87F087F0u, multiplier);
 #endif
 }
 
@@ -177,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(32 * MATRIX_WARPS + COPIERS + 32, 1
         decode(to[i][0], to[i][2], codes_of[0], multiplier(m[0], s + i));
         decode(to[i][1], to[i][3], codes_of[1], multiplier(m[1], s + i));
       }
-      registers_written();
+      registers_written<4 * AT_ONCE>(to[0]);
 #pragma unroll
       for (int i = 0; i < AT_ONCE; i++) multiply<2 * MT>(sum, to[i], rows + (s + i) * (X_STEP / 16));
       multiplication_begun();
@@ -188,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(32 * MATRIX_WARPS + COPIERS + 32, 1
       }
     }
   }
-  multiplied<0>();
+  all_multiplied<8 * MT>(sum);
   wait_for_former();  // for x_row, and whoever still reads what lies at out
 
   // Lanes 4g + t and 4g + t ^ 4 hold two columns side by side: each stores one row of both.

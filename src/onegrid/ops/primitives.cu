@@ -75,6 +75,13 @@ __device__ __forceinline__ u32 pair_of_bf16(float low, float high) {
   return y;
 }
 
+// Four of the eight bytes of a and b, by four bits each; from 8 on a byte's sign, eight times. (`__byte_perm` takes three.)
+__device__ __forceinline__ u32 bytes_of(u32 a, u32 b, u32 selector) {
+  u32 c;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(c) : "r"(a), "r"(b), "r"(selector));
+  return c;
+}
+
 // Shared memory, by its address in the block's window.
 
 __device__ __forceinline__ u32 shared_at(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -121,7 +128,13 @@ __device__ __forceinline__ u64 tile(u32 at, u32 across, u32 down) {
   return (u64)(at >> 4) | (u64)(across >> 4) << 16 | (u64)(down >> 4) << 32;
 }
 
-__device__ __forceinline__ void registers_written() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// Between the last write to COUNT registers of first operands and the product that reads them.
+template <int COUNT>
+__device__ __forceinline__ void registers_written(u32* a) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(a[i])::"memory");
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
 
 #define OF_SUM(i) "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3])
 #define OF_EIGHT(i) OF_SUM(i), OF_SUM(i + 4)
@@ -153,10 +166,18 @@ __device__ __forceinline__ void multiply(float* sum, const u32* a, u64 b) {
 
 __device__ __forceinline__ void multiplication_begun() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Until all but the last LEFT products have ended.
+// Until all but the last LEFT groups of products have ended.
 template <int LEFT>
 __device__ __forceinline__ void multiplied() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+// Until all have; only behind this may COUNT sums be read. Nothing else keeps a compiler from reading them before.
+template <int COUNT>
+__device__ __forceinline__ void all_multiplied(float* sum) {
+  multiplied<0>();
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(sum[i])::"memory");
 }
 
 // Barriers in shared memory: a phase ends when all arrivals and all bytes that were announced have come.
