@@ -35,6 +35,7 @@ struct Index {
   u32 x;
 };
 static thread_local Index threadIdx, blockIdx;
+static Index gridDim;
 using std::max;
 using std::min;
 
@@ -289,6 +290,7 @@ struct Held {
 
 template <class F>
 static void launch(int blocks, int threads, F kernel) {
+  gridDim = {(u32)blocks};
   for (int b = 0; b < blocks; b++) {
     warps.clear();
     for (int w = 0; w < threads / 32; w++) warps.push_back(std::make_unique<Warp>());

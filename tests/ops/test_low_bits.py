@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +21,12 @@ ACTIVATIONS = ["mxfp8", "mxfp4", "nvfp4_row", "fp8_1x128"]
 def draw(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     """BF16 normal numbers, the same everywhere."""
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to("cuda", torch.bfloat16)
+
+
+def in_order(values: Tensor) -> Tensor:
+    """Rows [M, K] as `ops.arranged` says."""
+    rows, depth = values.shape
+    return values.view(rows, depth // 16, 8, 2).permute(1, 3, 0, 2).reshape(rows, depth)
 
 
 def hard(rows: int, width: int = 1024) -> Tensor:
@@ -41,7 +49,10 @@ def test_quantization_along_rows_has_the_bytes_of_the_definition(name, gpu):
     quantizer = QUANTIZERS[name]
     for x in (hard(16), hard(64), hard(32, 12288), hard(4096), draw(33, 2048)):
         assert quantize_cuda.covers(x, quantizer)
-        values, amax = quantize_cuda.quantize_decode(x, quantizer)
+        values, amax, arranged = quantize_cuda.quantize_decode(x, quantizer)
+        assert (arranged is not None) == (len(x) <= 64)
+        if arranged is not None:
+            assert_same_bytes(arranged, in_order(values))
         want = quantize_decode(x, quantizer)
         assert_same_bytes(values, want.values.to(torch.bfloat16), f"{tuple(x.shape)}")
         if want.amax is not None:
@@ -107,6 +118,9 @@ def test_producers_have_the_bytes_of_chain_and_quantizer(name, width, gpu):
         for have, want in ((a, operand(h, quantizer)), (b, producers.gated(gate, up, quantizer))):
             assert have.kind == want.kind
             assert_same_bytes(have.values, want.values, f"{rows} rows")
+            assert (have.arranged is not None) == (rows == 16)
+            if have.arranged is not None:
+                assert_same_bytes(have.arranged, in_order(have.values))
             assert (have.row is None) == (want.row is None)
             if have.row is not None:
                 assert_same_bytes(have.row, want.row)
@@ -126,7 +140,9 @@ def test_a_matmul_of_packed_weights_has_the_bytes_of_the_decoded_one(name, activ
     for rows in (16, 32, 48, 64):
         a = operand(draw(rows, shape[1], seed=rows), QUANTIZERS[activation])
         row = None if decoded.row is None else decoded.row.contiguous()
-        assert_same_bytes(packed_matmul(a, packed, row), matmul(a, decoded), f"{rows} rows")
+        assert a.arranged is not None
+        for one in (a, replace(a, arranged=None)):
+            assert_same_bytes(packed_matmul(one, packed, row), matmul(a, decoded), f"{rows} rows")
 
 
 def test_packed_weights_refuse_what_they_do_not_decode(gpu):

@@ -73,15 +73,17 @@ def hard_numbers(rows, width):
 def test_quantize_and_decode_has_the_bytes_of_the_definition(tmp_path, name):
     quantizer, rows, width = QUANTIZERS[name], 9, 512
     x = hard_numbers(rows, width)
-    out, amax = torch.empty_like(x), torch.empty(rows)
+    out, arranged, amax = torch.empty_like(x), torch.empty_like(x), torch.empty(rows)
     macros = dict(WIDTH=quantizer.block[1], FOUR=int(quantizer.fmt.bits == 4), POWERS=RULES[quantizer.rule])
+    macros |= dict(CHUNKS=1, EARLY=1, ARRANGED=1)
     if quantizer.rule == "nvfp4":
-        args = [x, out, amax, width // 8, width // 8]
-        run_on_host(tmp_path, "quantize.cu", "rows", rows, THREADS, args, CHUNKS=1, EARLY=1, **macros)
+        args = [x, out, arranged, amax, width // 8, width // 8]
+        run_on_host(tmp_path, "quantize.cu", "rows", rows, THREADS, args, **macros)
     else:
         pieces = rows * width // 8
         grid = -(-pieces // THREADS)
-        run_on_host(tmp_path, "quantize.cu", "flat", grid, THREADS, [x, out, pieces], CHUNKS=1, EARLY=1, **macros)
+        run_on_host(tmp_path, "quantize.cu", "flat", grid, THREADS, [x, out, arranged, pieces, width // 8], **macros)
+    assert_same_bytes(arranged, out.view(rows, width // 16, 8, 2).permute(1, 3, 0, 2).reshape(rows, width))
     want = quantize_decode(x, quantizer)
     values = want.values.to(torch.bfloat16)
     values.view(torch.int16)[values.isnan()] = 0x7FFF  # the NaN that a GPU gives

@@ -30,12 +30,14 @@ class Operand:
              "native_tensor", "native_row", "native_block": see `ops.native`, values are float8
     row      FP32 [..., M] or None
     block    FP32 [..., M, ceil(K / 128)] or None
+    arranged the same values in the order of `ops.arranged`, where the kernel that made them wrote both, else None
     """
 
     values: Tensor
     kind: str = "decoded"
     row: Tensor | None = None
     block: Tensor | None = None
+    arranged: Tensor | None = None
 
     def part(self, index: int | slice | Tensor) -> Operand:
         """The operand at `index` of the first axis: an expert of a stack, or rows."""
@@ -63,12 +65,13 @@ def operand(x: Tensor, quantizer: Quantizer | None, *, axis: int = -1, amax: Ten
     if amax is None and (short := short_values(x, quantizer, axis)) is not None:
         return Operand(short.to(dtype) if axis == -1 else short.to(dtype).mT)
     if quantizer.matmul in ("decoded", "nvfp4"):
+        arranged = None
         if x.is_cuda and amax is None:
-            values, found = _decoded_on_gpu(x.detach(), quantizer, axis)
+            values, found, arranged = _decoded_on_gpu(x.detach(), quantizer, axis)
         else:
             values, found = _decoded(x, quantizer, axis, amax)
         row = None if quantizer.matmul == "decoded" else _per_row(found, x.shape, axis)
-        return Operand(values if axis == -1 else values.mT, quantizer.matmul, row)
+        return Operand(values if axis == -1 else values.mT, quantizer.matmul, row, arranged=arranged)
     return operand_of(quantize(x, quantizer, axis=axis, amax=amax))
 
 
@@ -77,18 +80,18 @@ def _decoded(x: Tensor, quantizer: Quantizer, axis: int, amax: Tensor | None) ->
     return q.values.to(compute_dtype(x.device)), q.amax
 
 
-def _decoded_on_gpu(x: Tensor, quantizer: Quantizer, axis: int) -> tuple[Tensor, Tensor | None]:
-    """The same bytes from the fastest kernel that covers the case, see the table."""
+def _decoded_on_gpu(x: Tensor, quantizer: Quantizer, axis: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The same bytes from the fastest kernel that covers the case, see the table; and `arranged` where it makes it."""
     if axis == -1 and quantize_cuda.covers(x, quantizer):
         return quantize_cuda.quantize_decode(x, quantizer)
     if axis == -2 and has_triton():
         from onegrid.ops import quantize_triton
 
         if quantize_triton.covers_columns(x, quantizer):
-            return quantize_triton.columns(x, quantizer), None
+            return quantize_triton.columns(x, quantizer), None, None
     if worth_compiling(x, quantizer, axis):
-        return compiled_decode(x, quantizer, axis)
-    return _decoded(x, quantizer, axis, None)
+        return *compiled_decode(x, quantizer, axis), None
+    return *_decoded(x, quantizer, axis, None), None
 
 
 def operand_of(q: QuantTensor) -> Operand:

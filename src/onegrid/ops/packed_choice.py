@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from onegrid.formats import QUANTIZERS, quantize
+from onegrid.ops.arranged import MOST_ROWS
 from onegrid.ops.capture import capturing, early_launches
 from onegrid.ops.linear import matmul
 from onegrid.ops.operand import Operand, operand, operand_of
-from onegrid.ops.packed_cuda import MOST_ROWS, Packed, packed_matmul
+from onegrid.ops.packed_cuda import Packed, packed_matmul
 from onegrid.ops.pins import pin
 
 ROWS = (16, 32, MOST_ROWS)

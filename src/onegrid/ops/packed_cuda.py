@@ -15,12 +15,12 @@ from torch import Tensor
 
 from onegrid.errors import CapabilityError
 from onegrid.formats import Quantizer
+from onegrid.ops.arranged import MOST_ROWS
 from onegrid.ops.capture import may_begin_early
 from onegrid.ops.cuda_source import can_compile, kernel
 from onegrid.ops.operand import Operand
 from onegrid.ops.pins import TILE, round_up
 
-MOST_ROWS = 64
 LARGEST_BYTE = {"e4m3": 134, "e2m1": 136}
 """E8M0 scale bytes up to which a decoded value is one product: 2^7 and 2^9, times 448 and 6."""
 
@@ -91,10 +91,12 @@ def packed_matmul(a: Operand, weight: Packed, row_N: Tensor | None) -> Tensor:
     e8m0 = quantizer.scale == "e8m0"
     tiling = _tiling(num_columns, depth, num_rows // 16, quantizer.fmt.bits, e8m0)
     forms, shared_bytes = tiling["FORMS"], tiling["STAGES"] * _stage_bytes(**{k: tiling[k] for k in _STAGE})
-    early, steps = int(may_begin_early(x.device)), depth // 16
-    arranged, out = torch.empty_like(x), x.new_empty(num_rows, num_columns, dtype=torch.bfloat16)
-    arrange = kernel("arrange.cu", "arrange", EARLY=early)
-    arrange((-(-num_rows * steps // 128), 1, 1), (128, 1, 1), [x, arranged, num_rows, steps])
+    early = int(may_begin_early(x.device))
+    arranged, out = a.arranged, x.new_empty(num_rows, num_columns, dtype=torch.bfloat16)
+    if arranged is None:
+        arranged, steps = torch.empty_like(x), depth // 16
+        arrange = kernel("arrange.cu", "arrange", EARLY=early)
+        arrange((-(-num_rows * steps // 128), 1, 1), (128, 1, 1), [x, arranged, num_rows, steps])
     factors = (x, x) if a.row is None or row_N is None else (a.row.contiguous(), row_N)
     run = kernel("packed.cu", "packed_matmul", shared_bytes=shared_bytes, EARLY=early, **tiling)
     args = [arranged, weight.codes, weight.scales, *factors, out, num_columns, depth]

@@ -40,13 +40,13 @@ def triton_residual_norm(
     """`residual_norm` on NVIDIA GPUs, with the sums of `chains.triton_residual_norm`."""
     from onegrid.ops import quantize_triton
 
-    total, values, amax = quantize_triton.residual_norm(x_ND, y_ND, weight_D, eps, quantizer)
-    return total, Operand(values, quantizer.matmul, amax)
+    total, values, amax, arranged = quantize_triton.residual_norm(x_ND, y_ND, weight_D, eps, quantizer)
+    return total, Operand(values, quantizer.matmul, amax, arranged=arranged)
 
 
 def triton_gated(gate_NF: Tensor, up_NF: Tensor, quantizer: Quantizer) -> Operand:
     """`gated` on NVIDIA GPUs."""
     from onegrid.ops import quantize_triton
 
-    values, amax = quantize_triton.swiglu(gate_NF, up_NF, quantizer)
-    return Operand(values, quantizer.matmul, amax)
+    values, amax, arranged = quantize_triton.swiglu(gate_NF, up_NF, quantizer)
+    return Operand(values, quantizer.matmul, amax, arranged=arranged)

@@ -5,7 +5,8 @@
 // the element's mantissa bits. `rows`: NVFP4, a block is 16 numbers, an amax per row; scaled in FP32.
 //
 // Set by the caller: WIDTH, FOUR (E2M1, else E4M3), POWERS (1: the rule of FP8 blocks, else that of MX), EARLY, CHUNKS
-// (pieces of 8 numbers a thread). A thread's piece is 16 bytes; WIDTH / 8 neighbouring lanes share a block.
+// (pieces of 8 numbers a thread), ARRANGED (1: also in the order of `arranged.py`). A thread's piece is 16 bytes;
+// WIDTH / 8 neighbouring lanes share a block.
 
 #define SIGNS 0x80008000u
 
@@ -56,7 +57,15 @@ __device__ __forceinline__ u32 value(u32 x, u32 encode, u32 decode) {
   return times(minus(plus(y, anchor), anchor), decode | signs(x));
 }
 
-extern "C" __global__ void __launch_bounds__(256) flat(const uint4* __restrict__ x, uint4* __restrict__ out, int count) {
+// Piece `at` of a row among `rows` in the order of `arranged.py`: its even numbers, and its odd ones.
+__device__ __forceinline__ void arrange(uint2* __restrict__ arranged, const uint4& y, int row, int at, int rows) {
+  uint2* to = arranged + ((size_t)(at / 2) * 2 * rows + row) * 2 + at % 2;
+  to[0] = make_uint2(__byte_perm(y.x, y.y, 0x5410), __byte_perm(y.z, y.w, 0x5410));
+  to[2 * rows] = make_uint2(__byte_perm(y.x, y.y, 0x7632), __byte_perm(y.z, y.w, 0x7632));
+}
+
+extern "C" __global__ void __launch_bounds__(256) flat(
+    const uint4* __restrict__ x, uint4* __restrict__ out, uint2* __restrict__ arranged, int count, int pieces) {
   wait_for_former();
   let_next_begin();
   const int first = blockIdx.x * 256 * CHUNKS + threadIdx.x;
@@ -72,7 +81,11 @@ extern "C" __global__ void __launch_bounds__(256) flat(const uint4* __restrict__
     y.y = value(v[i].y, encode, decode);
     y.z = value(v[i].z, encode, decode);
     y.w = value(v[i].w, encode, decode);
-    if (first + i * 256 < count) out[first + i * 256] = y;
+    const int at = first + i * 256;
+    if (at < count) {
+      out[at] = y;
+      if (ARRANGED) arrange(arranged, y, at / pieces, at % pieces, count / pieces);
+    }
   }
 }
 
@@ -90,7 +103,8 @@ __device__ __forceinline__ u32 block_value(u32 x, float encode, u32 block) {
 }
 
 extern "C" __global__ void __launch_bounds__(256) rows(
-    const uint4* __restrict__ x, uint4* __restrict__ out, float* __restrict__ amax, int pieces, int stride) {
+    const uint4* __restrict__ x, uint4* __restrict__ out, uint2* __restrict__ arranged, float* __restrict__ amax, int pieces,
+    int stride) {
   wait_for_former();
   let_next_begin();
   const size_t row = blockIdx.x;
@@ -128,7 +142,10 @@ extern "C" __global__ void __launch_bounds__(256) rows(
     y.z = block_value(v[i].z, encode, block);
     y.w = block_value(v[i].w, encode, block);
     const int at = threadIdx.x + i * 256;
-    if (at < pieces) out[row * pieces + at] = y;
+    if (at < pieces) {
+      out[row * pieces + at] = y;
+      if (ARRANGED) arrange(arranged, y, row, at, gridDim.x);
+    }
   }
 }
 #endif

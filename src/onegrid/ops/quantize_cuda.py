@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onegrid.formats import Quantizer
+from onegrid.ops.arranged import room
 from onegrid.ops.capture import may_begin_early
 from onegrid.ops.cuda_source import can_compile, kernel
 
@@ -46,24 +47,25 @@ def covers(x_MK: Tensor, quantizer: Quantizer) -> bool:
     return quantizer.span == "none" and (quantizer.rule == "mx" or quantizer.pow2)
 
 
-def quantize_decode(x_MK: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor | None]:
-    """BF16 [M, K] of `formats.quantize_decode` along the last axis, and FP32 [M], the amax per row where there is one.
+def quantize_decode(x_MK: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """BF16 [M, K] of `formats.quantize_decode` along the last axis, FP32 [M], the amax per row where there is one, and
+    the values once more in the order of `arranged` where a packed matmul may read them.
 
     NaN, Inf, zeros and subnormal numbers as in the definition. Only where `covers`.
     """
     x = x_MK.contiguous()
     num_rows, depth = x.shape
-    out = torch.empty_like(x)
+    out, arranged = torch.empty_like(x), room(x)
     macros = {"WIDTH": quantizer.block[1] or 0, "FOUR": int(quantizer.fmt.bits == 4), "POWERS": RULES[quantizer.rule]}
-    macros["EARLY"] = int(may_begin_early(x.device))
+    macros |= {"EARLY": int(may_begin_early(x.device)), "ARRANGED": int(arranged is not None)}
+    both = [x, out, out if arranged is None else arranged]
     if quantizer.rule == "nvfp4":
         amax = torch.empty(num_rows, dtype=torch.float32, device=x.device)
-        chunks = -(-depth // (8 * THREADS))
-        rows = kernel("quantize.cu", "rows", CHUNKS=chunks, **macros)
-        rows((num_rows, 1, 1), (THREADS, 1, 1), [x, out, amax, depth // 8, depth // 8])
-        return out, amax
+        rows = kernel("quantize.cu", "rows", CHUNKS=-(-depth // (8 * THREADS)), **macros)
+        rows((num_rows, 1, 1), (THREADS, 1, 1), [*both, amax, depth // 8, depth // 8])
+        return out, amax, arranged
     pieces = x.numel() // 8
     chunks = 4 if pieces >= 1 << 19 else 1
     flat = kernel("quantize.cu", "flat", CHUNKS=chunks, **macros)
-    flat((-(-pieces // (THREADS * chunks)), 1, 1), (THREADS, 1, 1), [x, out, pieces])
-    return out, None
+    flat((-(-pieces // (THREADS * chunks)), 1, 1), (THREADS, 1, 1), [*both, pieces, depth // 8])
+    return out, None, arranged

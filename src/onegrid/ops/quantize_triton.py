@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor, bfloat16, float32
 
 from onegrid.formats import Quantizer
+from onegrid.ops.arranged import room
 from onegrid.ops.early import begin, options
 from onegrid.ops.fused_triton import gated, normed, warps_of, whole_rows
 from onegrid.ops.quantize_cuda import RULES as _RULES
@@ -130,24 +131,35 @@ def _columns(x, out, K, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, RULE: tl.con
 
 
 @triton.jit
+def _place(row, d, rows):
+    """Of column d of a row, see `ops.arranged`."""
+    return d // 16 * (rows * 16) + d % 2 * (rows * 8) + row * 8 + d % 16 // 2
+
+
+@triton.jit
 def _norm(
-    x, y, weight, total, out, amax, stride_x, stride_y, eps, width,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, RULE: tl.constexpr, FOUR: tl.constexpr, EARLY: tl.constexpr,
+    x, y, weight, total, out, arranged, amax, stride_x, stride_y, eps, width,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, RULE: tl.constexpr, FOUR: tl.constexpr, ARRANGED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     h = normed(x, y, weight, total, row, stride_x, stride_y, eps, width, True, BLOCK)
     values, largest = _values(tl.reshape(h.to(tl.float32), [BLOCK // WIDTH, WIDTH]), 1, RULE, FOUR, BLOCK // WIDTH)
     d = tl.arange(0, BLOCK)
-    tl.store(out + row * width + d, tl.reshape(values, [BLOCK]), mask=d < width)
+    values = tl.reshape(values, [BLOCK])
+    tl.store(out + row * width + d, values, mask=d < width)
+    if ARRANGED:
+        tl.store(arranged + _place(row, d, tl.num_programs(0)), values, mask=d < width)
     if RULE == 2:
         tl.store(amax + row, largest)
 
 
 @triton.jit
 def _swiglu(
-    gate, up, out, amax, stride_gate, stride_up, width,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, RULE: tl.constexpr, FOUR: tl.constexpr, EARLY: tl.constexpr,
+    gate, up, out, arranged, amax, stride_gate, stride_up, width,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, RULE: tl.constexpr, FOUR: tl.constexpr, ARRANGED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -155,6 +167,8 @@ def _swiglu(
     h = gated(gate + row * stride_gate, up + row * stride_up, d, width)
     values, largest = _values(h.to(tl.float32), 1, RULE, FOUR, BLOCK // WIDTH)
     tl.store(out + row * width + d, values, mask=d < width)
+    if ARRANGED:
+        tl.store(arranged + _place(row, d, tl.num_programs(0)), values, mask=d < width)
     if RULE == 2:
         tl.store(amax + row, largest)
 
@@ -175,36 +189,39 @@ def columns(x_MK: Tensor, quantizer: Quantizer) -> Tensor:
 
 def residual_norm(
     x_ND: Tensor, y_ND: Tensor, weight_D: Tensor, eps: float, quantizer: Quantizer
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`fused_triton.residual_norm`, its second result quantized: sum BF16, values BF16, amax FP32 [N] or None."""
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """`fused_triton.residual_norm`, its second result quantized: sum BF16, values BF16, amax FP32 [N] or None, and the
+    values once more in the order of `ops.arranged` where a packed matmul may read them."""
     x_ND, y_ND = whole_rows(x_ND), whole_rows(y_ND)
     width, block = x_ND.shape[-1], triton.next_power_of_2(x_ND.shape[-1])
     total, out = x_ND.new_empty(x_ND.shape), x_ND.new_empty(x_ND.shape)
-    amax = x_ND.new_empty(len(x_ND), dtype=float32) if quantizer.rule == "nvfp4" else None
+    amax, arranged = x_ND.new_empty(len(x_ND), dtype=float32) if quantizer.rule == "nvfp4" else None, room(x_ND)
     if len(x_ND):
         _norm[(len(x_ND),)](
-            x_ND, y_ND, weight_D, total, out, total if amax is None else amax, x_ND.stride(0), y_ND.stride(0), eps,
-            width, BLOCK=block, WIDTH=quantizer.block[1], RULE=_RULES[quantizer.rule], FOUR=quantizer.fmt.bits == 4,
-            num_warps=warps_of(block), **options(x_ND.device),
+            x_ND, y_ND, weight_D, total, out, out if arranged is None else arranged, total if amax is None else amax,
+            x_ND.stride(0), y_ND.stride(0), eps, width,
+            BLOCK=block, WIDTH=quantizer.block[1], RULE=_RULES[quantizer.rule], FOUR=quantizer.fmt.bits == 4,
+            ARRANGED=arranged is not None, num_warps=warps_of(block), **options(x_ND.device),
         )  # fmt: skip
-    return total, out, amax
+    return total, out, amax, arranged
 
 
-def swiglu(gate_NF: Tensor, up_NF: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor | None]:
-    """`fused_triton.swiglu`, quantized: values BF16 [N, F], amax FP32 [N] or None."""
+def swiglu(gate_NF: Tensor, up_NF: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """`fused_triton.swiglu`, quantized: values BF16 [N, F], amax FP32 [N] or None, and as in `residual_norm`."""
     gate_NF, up_NF = whole_rows(gate_NF), whole_rows(up_NF)
     num_rows, width = gate_NF.shape
-    out = gate_NF.new_empty(gate_NF.shape, dtype=bfloat16)
+    out, arranged = gate_NF.new_empty(gate_NF.shape, dtype=bfloat16), room(gate_NF)
     whole_row = quantizer.rule == "nvfp4"
     amax = gate_NF.new_empty(num_rows, dtype=float32) if whole_row else None
     block = triton.next_power_of_2(width) if whole_row else 1024
     if num_rows:
         _swiglu[(num_rows, triton.cdiv(width, block))](  # rows first: only that axis goes beyond 65,535
-            gate_NF, up_NF, out, out if amax is None else amax, gate_NF.stride(0), up_NF.stride(0), width,
+            gate_NF, up_NF, out, out if arranged is None else arranged, out if amax is None else amax,
+            gate_NF.stride(0), up_NF.stride(0), width,
             BLOCK=block, WIDTH=quantizer.block[1], RULE=_RULES[quantizer.rule], FOUR=quantizer.fmt.bits == 4,
-            num_warps=_warps(block), **options(gate_NF.device),
+            ARRANGED=arranged is not None, num_warps=_warps(block), **options(gate_NF.device),
         )  # fmt: skip
-    return out, amax
+    return out, amax, arranged
 
 
 def _warps(elements: int) -> int:
