@@ -116,6 +116,7 @@ def test_raw_log_probs_are_for_temperature_one_only(dense):
 
 
 def test_probe_gives_the_whole_distribution_and_does_not_serve(dense):
+    dense.push()  # a second version, so that there is one to go back to
     answer = dense.sampler.probe([(1, 2, 3), (4, 5)])
     assert [tuple(x.shape) for x in answer] == [(40,), (40,)]
     assert all(abs(float(x.exp().sum()) - 1) < 1e-5 for x in answer)
@@ -124,6 +125,46 @@ def test_probe_gives_the_whole_distribution_and_does_not_serve(dense):
     assert dense.sampler.version != before
     with pytest.raises(CapabilityError, match="no graphs"):
         dense.sampler.probe([(1,)], captured=True)
+
+
+@torch.no_grad()
+def test_probe_gives_the_log_probs_of_an_independent_model_also_from_the_prefix_cache(dense):
+    snapshot = dense.snapshot()
+    dense.push(snapshot)
+    model = oracle(dense, snapshot)
+    prompts = [tuple((5 * i + start) % 40 for i in range(70)) for start in range(2)] + [(7,)]
+    answers = dense.sampler.probe(prompts)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        expected = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+        assert answer.dtype == torch.float32 and float((answer - expected).abs().max()) < 1e-4
+    again = dense.sampler.probe(prompts)  # 64 of 70 tokens are found; the last positions are computed anew
+    assert all(float((x - y).abs().max()) < 1e-4 for x, y in zip(answers, again, strict=True))
+
+
+def test_probe_leaves_the_model_as_it_was_also_when_it_fails(dense, monkeypatch):
+    model, left = dense.inside.model, dense.sampler.store.folder / "exchange"
+
+    def fails(*arguments, **named):
+        assert "compute_logits" in vars(model)
+        raise ValueError("out of order")
+
+    dense.sampler.probe([(1, 2)])
+    assert "compute_logits" not in vars(model) and not left.exists()
+    with monkeypatch.context() as patched:
+        patched.setattr(dense.sampler.engine.engine, "generate", fails)
+        with pytest.raises(CapabilityError, match="ValueError: out of order"):
+            dense.sampler.probe([(3, 4)])
+    assert "compute_logits" not in vars(model) and not left.exists()
+    assert dense.sampler.probe([(3, 4)])[0].isfinite().all()
+
+
+def test_probe_refuses_an_engine_that_samples_from_other_numbers_than_its_model_computes(dense, monkeypatch):
+    sampler = dense.sampler.engine.engine.collective_rpc(lambda worker: worker.model_runner.sampler)[0]
+    forward = sampler.forward
+    monkeypatch.setattr(sampler, "forward", lambda logits, *rest, **named: forward(logits * 1.5, *rest, **named))
+    with pytest.raises(SyncError, match=r"token \d+ has log-probability .* by the engine") as told:
+        dense.sampler.probe([(1, 2, 3)])
+    assert told.value.condition == "C4"
 
 
 def test_nothing_is_served_before_a_version_is_proved_and_raw_log_probs_are_right_at_temperature_one():

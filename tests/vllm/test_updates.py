@@ -205,6 +205,8 @@ def test_an_engine_in_a_process_of_its_own_says_the_same(moe):
         assert tokens(apart) == tokens(moe)
         told = apart.sampler.describe()
         assert told == moe.sampler.describe()
+        for one, other in zip(*(running.sampler.probe([(1, 2, 3), (4,)]) for running in (apart, moe)), strict=True):
+            assert_same_bytes(one, other)
         assert apart.push(apart.snapshot(seed=4)).version == apart.sampler.version
         assert apart.sampler.cached_versions() == {apart.sampler.version}
         folder = apart.sampler.store.folder

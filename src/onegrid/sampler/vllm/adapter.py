@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import torch
 from torch import Tensor
 
 from onegrid.errors import CapabilityError, SyncError
@@ -36,6 +35,9 @@ from onegrid.types import Bucket, Manifest, Request, Rollout, Sampling
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_ROUNDING = 1.2e-4
+"""Nats between two FP32 log-softmax of one row. In each: the sum over 152k tokens in blocks of 1024 is rounded some 160
+times by 2^-24 of itself, and a logit of up to 256 three times."""
 
 
 def _in_turn(method: Callable[Concatenate[VllmSampler, P], T]) -> Callable[Concatenate[VllmSampler, P], T]:
@@ -158,24 +160,18 @@ class VllmSampler:
 
     @_in_turn
     def probe(self, prompts: Sequence[Sequence[int]], captured: bool = False) -> list[Tensor]:
-        """FP32 [V] log-probabilities, at temperature 1, of the token after each prompt. Does not count as serving."""
+        """FP32 [V] log-probabilities, at temperature 1, of the token after each prompt. Does not count as serving.
+
+        They come from the logits of the engine's own forward, prompt by prompt, and are held to what the engine says of
+        the token that it samples: SyncError (C4) where the two are apart. NaN and Inf stay what they are.
+        """
         self._serving()
         check_prompts(prompts, self.spec.vocab_size, self.max_len - 1)
         if captured and not self.engine.captures:
             raise CapabilityError("this engine captures no graphs; probe with captured=False")
-        wanted = {"temperature": 1.0, "max_tokens": 1, "logprobs": -1, "seed": 0, "ignore_eos": True}
+        wanted = {"temperature": 1.0, "max_tokens": 1, "logprobs": 0, "seed": 0, "ignore_eos": True}
         with self.engine.without_graphs() if self.engine.captures and not captured else contextlib.nullcontext():
-            outputs = self.engine.complete([list(p) for p in prompts], [dict(wanted) for _ in prompts])
-        answers = []
-        for output in outputs:
-            told = output.outputs[0].logprobs[0]
-            logp_V = torch.full((self.spec.vocab_size,), -torch.inf)
-            ids = torch.tensor(list(told))
-            logp_V[ids[ids < self.spec.vocab_size]] = torch.tensor(
-                [entry.logprob for token, entry in told.items() if token < self.spec.vocab_size]
-            )
-            answers.append(logp_V)
-        return answers
+            return [self._log_probs(*self.engine.complete_with_logits(prompt, wanted)) for prompt in prompts]
 
     @_in_turn
     def describe(self) -> dict[str, Live]:
@@ -307,6 +303,24 @@ class VllmSampler:
         ):
             if wrong:
                 raise CapabilityError(f"{who}: {told}")
+
+    def _log_probs(self, output: Any, logits_V: Tensor) -> Tensor:
+        """Of the whole vocabulary, without what pads it."""
+        vocab = self.spec.vocab_size
+        if len(logits_V) < vocab:
+            raise CapabilityError(f"the engine has logits of {len(logits_V)} tokens, the model {vocab}")
+        logp_V = logits_V[:vocab].float().log_softmax(-1)
+        done = output.outputs[0]
+        token = done.token_ids[0]
+        told = done.logprobs[0][token].logprob
+        if bool(logp_V.isfinite().all()) and not (token < vocab and abs(float(logp_V[token]) - told) <= _ROUNDING):
+            found = f"{float(logp_V[token])}" if token < vocab else f"none, of {vocab} tokens"
+            raise SyncError(
+                f"the engine samples from other numbers than its model computes: token {token} has log-probability "
+                f"{told} by the engine and {found} by the logits of its model",
+                condition="C4",
+            )
+        return logp_V
 
     def _parameters(self, request: Request) -> dict[str, Any]:
         sampling: Sampling = request.sampling

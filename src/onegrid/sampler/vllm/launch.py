@@ -211,6 +211,21 @@ class Launched:
         finally:
             path.unlink(missing_ok=True)
 
+    def complete_with_logits(self, prompt: Sequence[int], parameters: Mapping[str, Any]) -> tuple[Any, Tensor]:
+        """One output of vLLM, and the logits [V] that its one token was sampled from, as the model computed them."""
+        path = self.folder / "exchange"
+        self.ask("onegrid_keep_logits")
+        try:
+            try:
+                output = self.complete([prompt], [parameters])[0]
+            finally:
+                shape = self.ask("onegrid_kept_logits")
+            if len(shape) != 2 or shape[0] != 1:
+                raise CapabilityError(f"one prompt gave logits of shape {shape}; one row is expected")
+            return output, load(path)[0]
+        finally:
+            path.unlink(missing_ok=True)
+
     @contextlib.contextmanager
     def without_graphs(self) -> Iterator[None]:
         """Runs the engine's forward without captured graphs inside. Not run here: it takes a GPU."""

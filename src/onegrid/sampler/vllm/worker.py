@@ -83,9 +83,34 @@ class OnegridWorker:
         path = self._onegrid_folder / "exchange"
         save(path, multiply(self._onegrid, key, load(path)))
 
+    def onegrid_keep_logits(self) -> None:
+        """See `logits.KeptLogits`."""
+        from onegrid.sampler.vllm.logits import KeptLogits
+
+        self._onegrid_logits = KeptLogits(self.model_runner.get_model())  # type: ignore[attr-defined]
+
+    def onegrid_kept_logits(self) -> list[int]:
+        """Keeps none any more. Shape of the last, which are in the exchange file if there are any; [] for none."""
+        from onegrid.sampler.vllm.launch import save
+
+        last = self._onegrid_logits.release()
+        del self._onegrid_logits
+        if last is None:
+            return []
+        save(self._onegrid_folder / "exchange", last)
+        return list(last.shape)
+
     def onegrid_graphs(self, on: bool) -> None:
-        """Lets the runner replay captured graphs, or not. Not run here."""
-        dispatcher = self.model_runner.cudagraph_dispatcher  # type: ignore[attr-defined]
+        """Lets the runner replay captured graphs, or not. Not run here.
+
+        vLLM has two runners: the older one asks a dispatcher for a mode and a batch, the newer one a manager, which
+        has a batch without a graph for whatever comes before its graphs are captured.
+        """
+        runner = self.model_runner  # type: ignore[attr-defined]
+        if not hasattr(runner, "cudagraph_dispatcher"):
+            runner.cudagraph_manager._graphs_captured = on
+            return
+        dispatcher = runner.cudagraph_dispatcher
         if on:
             dispatcher.__dict__.pop("dispatch", None)
             return
