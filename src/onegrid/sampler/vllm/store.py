@@ -7,6 +7,7 @@ Adapter and worker map the same file, in one process or in two, so a weight cros
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -88,8 +89,13 @@ class SharedStore:
 
 def template(plan: Plan, name: str, shape: tuple[int, ...]) -> Canonical:
     """A zero tensor of the sampler's format, for shapes and dtypes of its parts."""
+    return _zeros(plan[name].sampler_weight, tuple(shape))
+
+
+@functools.lru_cache(maxsize=64)
+def _zeros(quantizer: str | None, shape: tuple[int, ...]) -> Canonical:
+    """Not to be written to: a model has many tensors and few shapes, and quantizing a large one takes long on a CPU."""
     zeros = torch.zeros(shape, dtype=torch.bfloat16)
-    quantizer = plan[name].sampler_weight
     return zeros if quantizer is None else quantize(zeros, QUANTIZERS[quantizer])
 
 
@@ -121,10 +127,7 @@ def tensors_of(
         if entry["format"] is None:
             found[name] = views["values"]
             continue
-        known = None if templates is None else templates[name]
-        if known is None:
-            zeros = torch.zeros(entry["shape"], dtype=torch.bfloat16)
-            known = quantize(zeros, QUANTIZERS[entry["format"]])
+        known = _zeros(entry["format"], tuple(entry["shape"])) if templates is None else templates[name]
         assert isinstance(known, QuantTensor)
         found[name] = dataclasses.replace(
             known, codes=views["codes"], scales=views["scales"], amax=views.get("amax"), factor=None
