@@ -20,17 +20,17 @@ def whole_numbers(*shape, seed):
 
 
 @pytest.mark.parametrize(
-    ("weight", "forms", "pairs", "depth", "columns"),
+    ("weight", "forms", "halves", "pairs", "depth", "columns"),
     [
-        ("mxfp8", 1, 2, 256, 96),
-        ("mxfp8", 2, 1, 512, 120),
-        ("mxfp8", 1, 3, 128, 72),
-        ("mxfp4", 1, 4, 256, 40),
-        ("nvfp4_row", 1, 2, 256, 96),
-        ("nvfp4_row", 3, 1, 256, 200),
+        ("mxfp8", 1, 2, 2, 256, 96),
+        ("mxfp8", 2, 2, 1, 512, 120),
+        ("mxfp8", 1, 1, 3, 128, 72),
+        ("mxfp4", 1, 1, 4, 256, 40),
+        ("nvfp4_row", 1, 2, 2, 256, 96),
+        ("nvfp4_row", 3, 2, 1, 256, 200),
     ],
 )
-def test_a_packed_matmul_is_that_of_decoded_weights(tmp_path, weight, forms, pairs, depth, columns):
+def test_a_packed_matmul_is_that_of_decoded_weights(tmp_path, weight, forms, halves, pairs, depth, columns):
     k, rows, stages = 3 * depth, 16 * pairs, 2
     quantizer = QUANTIZERS[weight]
     w = whole_numbers(columns, k, seed=1)
@@ -41,8 +41,8 @@ def test_a_packed_matmul_is_that_of_decoded_weights(tmp_path, weight, forms, pai
     whole = operand_of(q)
     x = a.values.to(torch.bfloat16)
     macros = dict(
-        FORMS=forms, MT=pairs, KS=depth, STAGES=stages, BITS=quantizer.fmt.bits, E8M0=int(quantizer.scale == "e8m0"),
-        EARLY=1,
+        FORMS=forms, HALVES=halves, MT=pairs, KS=depth, STAGES=stages, BITS=quantizer.fmt.bits,
+        E8M0=int(quantizer.scale == "e8m0"), EARLY=1,
     )  # fmt: skip
     arranged = torch.full_like(x, float("nan"))
     count = rows * k // 16
@@ -52,7 +52,7 @@ def test_a_packed_matmul_is_that_of_decoded_weights(tmp_path, weight, forms, pai
     out = torch.full((rows, columns), float("nan"), dtype=torch.bfloat16)
     factors = [x, x] if a.row is None else [a.row.contiguous(), whole.row.contiguous()]
     run_on_host(
-        tmp_path, "packed.cu", "packed_matmul", -(-columns // (64 * forms)), 128 * forms + 160,
+        tmp_path, "packed.cu", "packed_matmul", -(-columns // (32 * halves * forms)), 128 * forms + 160,
         [arranged, q.codes, q.scales, *factors, out, columns, k], **macros,
     )  # fmt: skip
     assert_same_bytes(out, matmul(a, whole))

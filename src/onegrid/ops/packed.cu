@@ -1,19 +1,20 @@
 // out [M, N] = x [M, K] w [N, K]^T for few rows M, weights from packed codes and scales, FP32 sums with K ascending.
 //
-// One block makes 64 FORMS columns n for all M = 16 MT rows: a warpgroup takes 64, decodes their codes in registers on the
-// way to the matrix unit (weights are its first operand) and adds 16 k after 16 k. Other warps copy KS numbers of every row
+// One block makes 32 HALVES FORMS columns n for all M = 16 MT rows: a warpgroup takes 64, or half as many and zeros, so that
+// more blocks share few columns; it decodes their codes in registers on the way to the matrix unit (weights are its first
+// operand) and adds 16 k after 16 k. Other warps copy KS numbers of every row
 // of weights, their scales and x at a time into a ring of STAGES stages of shared memory: one copies x, which may wait for
 // the kernel before, four copy what does not.
 // Within a step of 16 the order of k is free, since the unit adds a step's products as one: lane t of four takes codes 4t
 // to 4t + 3 as pairs (0, 2) and (1, 3), so that the first operand's columns 0 .. 7 are the even k and 8 .. 15 the odd ones.
 // `arrange.cu` lays x out so.
 //
-// Set by the caller: FORMS, MT, KS, STAGES, BITS of a weight (4: E2M1, 8: E4M3), E8M0 (power-of-two scales of 32, else
+// Set by the caller: FORMS, HALVES (1 or 2), MT, KS, STAGES, BITS of a weight (4: E2M1, 8: E4M3), E8M0 (power-of-two scales of 32, else
 // E4M3 scales of 16), EARLY. Sums of E2M1 are 2^-8 of the true ones until the end.
 
 #define STEPS (KS / 16)
 #define MATRIX_WARPS (4 * FORMS)
-#define COLUMNS (64 * FORMS)
+#define COLUMNS (32 * HALVES * FORMS)
 #define COPIERS 128  // threads
 #define FOUR (BITS == 4)
 #define W_BYTES (KS * BITS / 8)
@@ -26,16 +27,16 @@
 #define STAGE_BYTES ((S_AT + COLUMNS * S_BYTES + 127) / 128 * 128)
 #define AT_ONCE (FORMS == 1 || FORMS * MT < 7 ? 4 : 2)  // steps that are decoded together
 
-// Codes of four steps of columns g and g + 8, in w[step][2].
-__device__ __forceinline__ void load_codes(u32 (*w)[2], u32 at, int step) {
+// Codes of four steps of column g, and of g + 8 where HALVES is 2, in w[step][half].
+__device__ __forceinline__ void load_codes(u32 (*w)[HALVES], u32 at, int step) {
 #if FOUR
 #pragma unroll
   for (int s = 0; s < 4; s++)
 #pragma unroll
-    for (int half = 0; half < 2; half++) w[s][half] = load2(at + half * 8 * W_ROW + (step + s) * 8);
+    for (int half = 0; half < HALVES; half++) w[s][half] = load2(at + half * 8 * W_ROW + (step + s) * 8);
 #else
-  matrices(&w[0][0], at + step * 16);
-  matrices(&w[2][0], at + step * 16 + 32);
+#pragma unroll
+  for (int i = 0; i < HALVES; i++) matrices(&w[4 / HALVES * i][0], at + step * 16 + i * 32);
 #endif
 }
 
@@ -135,25 +136,25 @@ extern "C" __global__ void __launch_bounds__(32 * MATRIX_WARPS + COPIERS + 32, 1
     return;
   }
 
-  const u32 g = lane >> 2, t = lane & 3, column = warp * 16 + g;
+  const u32 g = lane >> 2, t = lane & 3, column = warp * 8 * HALVES + g;
 #if FOUR
   const u32 w_lane = column * W_ROW + t * 2;
 #else
-  const u32 w_lane = (warp * 16 + (lane & 15)) * W_ROW + (lane >> 4) * 16;
+  const u32 w_lane = (warp * 8 * HALVES + lane % (8 * HALVES)) * W_ROW + lane / (8 * HALVES) * 16;
 #endif
   const u32 s_lane = S_AT + column * S_BYTES;
   float sum[MT * 8] = {};
-  u32 a[2][AT_ONCE][4], m[2][WORDS][4], scales_of[2][WORDS], w[2][4][2], slot = 0, phase = 0, at = base;
+  u32 a[2][AT_ONCE][4] = {}, m[HALVES][WORDS][4], scales_of[HALVES][WORDS], w[2][4][HALVES], slot = 0, phase = 0, at = base;
   wait(full, 0);
   load_codes(w[0], at + w_lane, 0);
 #pragma unroll
-  for (int half = 0; half < 2; half++) load_scales(scales_of[half], at + s_lane + half * 8 * S_BYTES, t);
+  for (int half = 0; half < HALVES; half++) load_scales(scales_of[half], at + s_lane + half * 8 * S_BYTES, t);
   for (int stage = 0; stage < num_stages; stage++) {
     const u32 before = empty + 8 * (slot ? slot - 1 : STAGES - 1);
     const u32 x_at = __shfl_sync(0xFFFFFFFFu, base + slot * STAGE_BYTES + X_AT, 0);  // says that it is the same for all
     const u64 rows = tile(x_at, X_STEP / 2, 128);
 #pragma unroll
-    for (int half = 0; half < 2; half++) to_multipliers(m[half], scales_of[half]);
+    for (int half = 0; half < HALVES; half++) to_multipliers(m[half], scales_of[half]);
 #pragma unroll
     for (int s = 0; s < STEPS; s += AT_ONCE) {
       if (s % 4 == 0) {  // what comes four steps later
@@ -166,16 +167,16 @@ extern "C" __global__ void __launch_bounds__(32 * MATRIX_WARPS + COPIERS + 32, 1
             wait(full + 8 * slot, phase);
             load_codes(w[0], at + w_lane, 0);
 #pragma unroll
-            for (int half = 0; half < 2; half++) load_scales(scales_of[half], at + s_lane + half * 8 * S_BYTES, t);
+            for (int half = 0; half < HALVES; half++) load_scales(scales_of[half], at + s_lane + half * 8 * S_BYTES, t);
           }
         }
       }
       u32(*const to)[4] = a[s / AT_ONCE & 1];
 #pragma unroll
       for (int i = 0; i < AT_ONCE; i++) {
-        const u32* codes_of = w[s / 4 & 1][(s + i) % 4];
-        decode(to[i][0], to[i][2], codes_of[0], multiplier(m[0], s + i));
-        decode(to[i][1], to[i][3], codes_of[1], multiplier(m[1], s + i));
+#pragma unroll
+        for (int half = 0; half < HALVES; half++)
+          decode(to[i][half], to[i][2 + half], w[s / 4 & 1][(s + i) % 4][half], multiplier(m[half], s + i));
       }
       registers_written<4 * AT_ONCE>(to[0]);
 #pragma unroll
@@ -194,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(32 * MATRIX_WARPS + COPIERS + 32, 1
   // Lanes 4g + t and 4g + t ^ 4 hold two columns side by side: each stores one row of both.
   const int n = n0 + column, odd = g & 1;
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
+  for (int half = 0; half < HALVES; half++) {
 #pragma unroll
     for (int j = 0; j < 2 * MT; j++) {
       float mine[2];

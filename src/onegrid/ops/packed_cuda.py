@@ -31,8 +31,8 @@ _DEPTHS = (512, 256, 128)
 _SHARED_BYTES = 226 * 1024
 _MOST_STAGES = 8
 _MOST_FORMS = 4
-_COLUMNS = 64
-"""Of one warpgroup."""
+_COLUMNS = 32
+"""Half of what a warpgroup takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +100,22 @@ def packed_matmul(a: Operand, weight: Packed, row_N: Tensor | None) -> Tensor:
     factors = (x, x) if a.row is None or row_N is None else (a.row.contiguous(), row_N)
     run = kernel("packed.cu", "packed_matmul", shared_bytes=shared_bytes, EARLY=early, **tiling)
     args = [arranged, weight.codes, weight.scales, *factors, out, num_columns, depth]
-    run((-(-num_columns // (_COLUMNS * forms)), 1, 1), (128 * forms + 160, 1, 1), args, shared_bytes)
+    blocks = -(-num_columns // (_COLUMNS * forms * tiling["HALVES"]))
+    run((blocks, 1, 1), (128 * forms + 160, 1, 1), args, shared_bytes)
     return out
 
 
-_STAGE = ("FORMS", "MT", "KS", "BITS", "E8M0")
+_STAGE = ("FORMS", "HALVES", "MT", "KS", "BITS", "E8M0")
 
 
 def _tiling(num_columns: int, depth: int, pairs: int, bits: int, e8m0: bool) -> dict[str, int]:
-    """Warpgroups of a block, as even a share for every multiprocessor as fits; numbers of k in a stage; and stages."""
+    """Warpgroups of a block, full or half, as even a share for every multiprocessor as fits; and its stages."""
     multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    tiles, waves = -(-num_columns // _COLUMNS), 1
+    halves, waves = 1 if num_columns <= _COLUMNS * multiprocessors else 2, 1
+    tiles = -(-num_columns // (_COLUMNS * halves))
     while (forms := -(-tiles // (waves * multiprocessors))) > _MOST_FORMS:
         waves += 1
-    found = {"FORMS": forms, "MT": pairs, "BITS": bits, "E8M0": int(e8m0)}
+    found = {"FORMS": forms, "HALVES": halves, "MT": pairs, "BITS": bits, "E8M0": int(e8m0)}
     fits = []
     for size in _DEPTHS if e8m0 else (_STEP,):
         stages = min(_MOST_STAGES, _SHARED_BYTES // _stage_bytes(**found, KS=size))
@@ -122,7 +124,7 @@ def _tiling(num_columns: int, depth: int, pairs: int, bits: int, e8m0: bool) -> 
     return next((one for one in fits if one["STAGES"] >= 3), fits[-1])
 
 
-def _stage_bytes(FORMS: int, MT: int, KS: int, BITS: int, E8M0: int) -> int:
+def _stage_bytes(FORMS: int, HALVES: int, MT: int, KS: int, BITS: int, E8M0: int) -> int:
     """As STAGE_BYTES in `packed.cu`."""
-    weights = _COLUMNS * FORMS * (KS * BITS // 8 + 16 + KS // (32 if E8M0 else 16))
+    weights = _COLUMNS * HALVES * FORMS * (KS * BITS // 8 + 16 + KS // (32 if E8M0 else 16))
     return round_up(weights + 16 * MT * 2 * KS, 128)
