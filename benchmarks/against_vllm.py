@@ -1,9 +1,10 @@
 """This engine against vLLM, in one run: decoding with the same weights and prompts, and weight updates by format.
 
     python benchmarks/against_vllm.py decode --model qwen3-8b --batches 32,256 --json benchmarks/h200.json
-    python benchmarks/against_vllm.py update --model qwen3-0.6b --json benchmarks/h200.json
+    python benchmarks/against_vllm.py update --json benchmarks/h200.json
 
-Each side runs in a process of its own; they get ready together and are timed one after the other. Decoding: random
+Each side runs in a process of its own; they get ready together and are timed one after the other, and say what they do
+as they go. Decoding: random
 weights made on the device from one seed, prompts that share nothing, temperature 1, all log-probabilities kept, whole
 calls timed, prefill included, after a call of the same size; the median of --repeats. vLLM runs as it comes, compiled
 and with graphs, and gets no seeds (its
@@ -35,6 +36,15 @@ from onegrid.recipe import PRESETS, resolve
 from onegrid.study.bench import SHAPES, Row, engine, random_tensors, requests, row, spec_and_plan
 from onegrid.sync import push
 
+_BEGAN = time.perf_counter()
+
+
+def say(what: str) -> None:
+    """A line on stderr as it happens, with the seconds since this process has begun."""
+    side = " ".join(sys.argv[sys.argv.index("--child") + 1 :][:2]) if "--child" in sys.argv else "parent"
+    print(f"[{time.perf_counter() - _BEGAN:6.1f} s] {side}: {what}", file=sys.stderr, flush=True)
+
+
 Ready = Callable[[], None]
 """Called when a side is prepared; returns when it is its turn."""
 
@@ -58,7 +68,7 @@ def median(function: Callable[[], Any], repeats: int) -> float:
         began = time.perf_counter()
         function()
         times.append(time.perf_counter() - began)
-    print(f"seconds: {times}", flush=True)
+    say("timed " + ", ".join(f"{seconds:.4g}" for seconds in times) + " s")
     return sorted(times)[(repeats - 1) // 2]
 
 
@@ -154,6 +164,7 @@ def update_vllm(options: argparse.Namespace, preset: str, ready: Ready) -> dict[
     config = config_of(options)
     spec = ModelSpec.from_hf_config(config)
     recipe = PRESETS[preset]
+    say("makes a learner")
     if options.device == "cpu":  # where vLLM has no kernel for MXFP8
         recipe = replace(recipe, rules=tuple(replace(r, sampler_activation=None) for r in recipe.rules))
     plan = resolve(recipe, config, tensor_shapes(spec))
@@ -164,6 +175,7 @@ def update_vllm(options: argparse.Namespace, preset: str, ready: Ready) -> dict[
     settings = VllmConfig(
         road=road, kv_cache_bytes=1 << 29, allow_unknown_kernel=True, arguments=arguments  # type: ignore[arg-type]
     )  # fmt: skip
+    say("starts vLLM")
     sampler = VllmSampler(spec, config, plan, settings, max_len=128, max_slots=16)
     off = ("audit",)  # it names Marlin's BF16 inputs, which a plan that a checkpoint can carry does not say
     guard = guard_of(GuardConfig(unknown="record", probe_band=100.0, off=off), learner, sampler)
@@ -176,10 +188,14 @@ def update_vllm(options: argparse.Namespace, preset: str, ready: Ready) -> dict[
         learner.version += 1
         guard_sync(learner, sampler, guard)
 
+    say("pushes once")
     plain()
+    say("pushes once with all checks")
+    guarded()
     ready()
     found = {"push": median(plain, options.repeats), "guarded": median(guarded, options.repeats)}
     kernels = sorted({live.kernel for live in sampler.describe().values()})
+    say(f"closes; kernels: {', '.join(kernels)}")
     sampler.close()
     return found | {"kernels": kernels}  # type: ignore[dict-item]
 
@@ -192,8 +208,10 @@ def children(options: argparse.Namespace, sides: list[tuple[str, str]]) -> list[
     with tempfile.TemporaryDirectory() as folder:
         outs = [Path(folder) / f"{i}.json" for i in range(len(sides))]
         logs = [out.with_suffix(".log").open("w+") for out in outs]
+        # Each side its share of the cores: more threads than cores wait for each other.
+        threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // len(sides)))} | os.environ
         running = [
-            subprocess.Popen([sys.executable, *sys.argv, "--child", *side, str(out)], stdout=log)
+            subprocess.Popen([sys.executable, *sys.argv, "--child", *side, str(out)], stdout=log, env=threads)
             for side, out, log in zip(sides, outs, logs, strict=True)
         ]
         while any(
@@ -218,9 +236,11 @@ def turn_of(out: Path) -> Ready:
     """For a child: tells that it is ready, and waits for its turn."""
 
     def ready() -> None:
+        say("ready")
         out.with_suffix(".ready").touch()
         while not out.with_suffix(".go").exists():
             time.sleep(0.1)
+        say("times")
 
     return ready
 
@@ -263,7 +283,7 @@ def main() -> None:
     """Measures, prints, and adds rows to a file that may hold others."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("decode", "update"))
-    parser.add_argument("--model", default="qwen3-8b", choices=list(SHAPES))
+    parser.add_argument("--model", choices=list(SHAPES), help="qwen3-8b for decode, qwen3-0.6b for update")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--presets", default="bf16")
     parser.add_argument("--batches", default="32,256")
@@ -275,6 +295,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.model = options.model or {"decode": "qwen3-8b", "update": "qwen3-0.6b"}[options.what]
     options.sizes = [int(count) for count in options.batches.split(",")]
     if options.child:
         side, preset, out = options.child

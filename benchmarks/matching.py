@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -145,8 +146,21 @@ def quantize_inputs(sampler: Any, arm: Arm) -> int:
     return int(sampler.engine.engine.apply_model(install)[0])
 
 
+class Clock:
+    """Seconds by phase: each phase is from the end of the one before."""
+
+    def __init__(self) -> None:
+        self.began, self.seconds = time.perf_counter(), dict[str, float]()
+
+    def end(self, phase: str) -> None:
+        """Of `phase`."""
+        now = time.perf_counter()
+        self.seconds[phase], self.began = now - self.began, now
+
+
 def run_arm(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Sums per prompt and metrics of one arm."""
+    clock = Clock()
     arm, folder, device = ARMS[name], options.checkpoint, options.device
     hf_config = json.loads((folder / "config.json").read_text())
     spec = ModelSpec.from_hf_config(hf_config)
@@ -156,24 +170,32 @@ def run_arm(name: str, options: argparse.Namespace) -> dict[str, Any]:
     sampling = Sampling(max_new_tokens=options.new, stop_token_ids=() if options.free else stop_tokens(folder))
     prompts = task.prompts(0)
     max_len = 16 * -(-(max(len(p.tokens) for p in prompts) + options.new) // 16)
-    learner = Learner(spec, plan, load_weights(folder, spec), LearnerConfig(max_tokens=8192), device=device)
+    weights = load_weights(folder, spec)
+    clock.end("read")
+    learner = Learner(spec, plan, weights, LearnerConfig(max_tokens=8192), device=device)
+    clock.end("learner")
     if arm.road == "embedded":
         live = LiveWeights(spec, plan, side="sampler", device=device)
         sampler: Any = Engine(live, SamplerConfig(max_slots=options.slots, max_len=max_len))
     else:
         sampler = vllm_sampler(spec, hf_config, plan, arm, options, max_len)
+    clock.end("engine")
     push(Snapshot(version=0, plan_digest=plan.digest, tensors=learner.canonical()), sampler)
+    clock.end("push")
     hooked = 0
     if arm.road != "embedded" and arm.inputs and arm.sampler[1] is not None:
         hooked = quantize_inputs(sampler, arm)
         assert hooked == spec.num_layers * (3 if arm.half else 4), hooked
     rollouts = sampler.generate(make_requests(prompts, options.samples, seed=options.seed, sampling=sampling))
+    clock.end("sample")
     kernels = sorted({live.kernel for live in sampler.describe().values()})
+    clock.end("describe")
     if arm.road != "embedded":
         sampler.close()
     batch = pack(group_rollouts(rollouts), [0.0] * len(rollouts))
     with torch.no_grad():
         logp = learner.log_probs(batch)
+    clock.end("log-probs")
     sequences = batch.sequences
     theirs, masks = [s.sampler_logp_R for s in sequences], [s.mask_R for s in sequences]
     apart = compare(logp, theirs, masks)
@@ -188,6 +210,7 @@ def run_arm(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "counts": k1.num_tokens_P.tolist(),
         "linears_with_quantized_inputs": hooked,
         "kernels": kernels,
+        "phases": clock.seconds,
     }
 
 
@@ -201,6 +224,15 @@ def vllm_sampler(spec: ModelSpec, hf_config: dict[str, Any], plan: Plan, arm: Ar
         road=arm.road, kv_cache_bytes=1 << 29, allow_unknown_kernel=True, arguments=arguments  # type: ignore[arg-type]
     )  # fmt: skip
     return VllmSampler(spec, hf_config, plan, config, max_len=max(64, max_len), max_slots=options.slots)
+
+
+def threads_of(jobs: int) -> dict[str, str]:
+    """The environment for one of `jobs` processes: its share of the cores, where it does not say how many threads.
+
+    Each would start as many as there are cores, and they wait for each other: on the 16 cores of an H200 machine 8
+    processes took 150 s to read a model of 135M.
+    """
+    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs))} | os.environ
 
 
 def sums_of(found: dict[str, Any], estimator: str) -> PromptSums:
@@ -265,7 +297,8 @@ def main() -> None:
             kept.with_suffix(".part").write_text(json.dumps(found))
             kept.with_suffix(".part").rename(kept)
             told = found["failed"] or f"kl {found['metrics']['mismatch/kl']:.3g}"
-            print(f"arm {name}: {told}, {found['seconds']:.0f} s", flush=True)
+            phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in found.get("phases", {}).items())
+            print(f"arm {name}: {told}, {found['seconds']:.1f} s ({phases})", flush=True)
         return
     names = [n for n in options.arms.split(",") if n]
     names = names or [n for n, a in ARMS.items() if options.device != "cpu" or not a.gpu]
@@ -275,9 +308,13 @@ def main() -> None:
         files = {name: Path(scratch) / f"{list(ARMS).index(name)}.json" for name in names}
         due = [name for name, file in files.items() if not file.exists() or json.loads(file.read_text())["failed"]]
 
+        jobs = max(1, min(options.jobs, len(due)))
+
         def some(mine: list[str]) -> None:
             command = [sys.executable, *sys.argv, "--child", "|".join(mine), scratch]
-            running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            running = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=threads_of(jobs)
+            )
             lines = []
             for line in running.stdout or ():
                 lines.append(line)
@@ -286,8 +323,8 @@ def main() -> None:
             if running.wait():
                 print("".join(lines)[-3000:], flush=True)
 
-        with ThreadPoolExecutor(options.jobs) as threads:
-            list(threads.map(some, [due[i :: options.jobs] for i in range(min(options.jobs, len(due)))]))
+        with ThreadPoolExecutor(jobs) as threads:
+            list(threads.map(some, [mine for i in range(jobs) if (mine := due[i::jobs])]))
         results = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
     failed = {name: results[name]["failed"] if name in results else "its process ended" for name in names}
     failed = {name: why for name, why in failed.items() if why}
