@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
+import importlib
 
+import pytest
+from click.testing import CliRunner
+
+from onegrid.cli import app
 from onegrid.errors import ConfigError
 from onegrid.guard.config import CHECKS
 from onegrid.guard.faults import FAULTS, fault
-from onegrid.study.campaign import guarded, try_fault
+from onegrid.guard.guard import guard_of
+from onegrid.study import campaign
+from onegrid.study.campaign import Outcome, guarded, try_fault
 from onegrid.study.corruptions import run_corruptions, run_healthy
 from onegrid.study.fault_report import markdown, problems, rows
 from onegrid.study.pairing import make_bench
+from tests.guard.gpu_flow import as_on_a_gpu
 
 ONE_FOR_EACH_CHECK = {
     "audit": "activations_floor",
@@ -42,6 +50,74 @@ def test_a_fault_fires_the_checks_of_its_row_and_no_other(tmp_path):
     assert outcome.fires == FAULTS["both_sides_forget"].fires
     assert outcome.as_claimed and outcome.named_right and outcome.safe
     assert not problems([outcome], None, None)
+    (row,) = rows([outcome], None, None)
+    assert (row["device"], row["weights"]) == ("cpu", "auto")
+
+
+ON_A_GPU = [
+    ("norm_rounded", "auto"),  # of storage that steps have captured
+    ("graph_with_old_addresses", "auto"),  # of operands that lie together
+    ("graph_with_old_addresses", "codes"),  # of codes that packed kernels read
+    ("lm_head_quantized", "codes"),  # in captured steps, which draw from it
+    ("activations_floor", "codes"),  # in captured steps, and not in what packs
+    ("other_epsilon", "auto"),  # in captured steps
+]
+"""Faults whose injection is about what only a GPU has, and what is the same there."""
+
+
+@pytest.mark.parametrize(("name", "weights"), ON_A_GPU)
+def test_a_fault_fires_the_checks_of_its_row_where_weights_lie_together_and_steps_are_captured(
+    name, weights, tmp_path, monkeypatch
+):
+    as_on_a_gpu(monkeypatch)
+    outcome = try_fault(FAULTS[name], tmp_path, weights=weights)
+    assert outcome.fires == FAULTS[name].fires
+    assert outcome.as_claimed and outcome.named_right and outcome.safe
+
+
+@pytest.mark.parametrize("weights", ["auto", "codes"])
+def test_a_healthy_run_on_captured_steps_reads_what_was_proved(weights, tmp_path, monkeypatch):
+    as_on_a_gpu(monkeypatch)
+    bench = campaign.make_bench(weights=weights)
+    campaign.run_loop(bench, guard_of(campaign.THOROUGH, bench.learner, bench.sampler), tmp_path)
+    serving = bench.sampler.reads()
+    assert bench.sampler.graphs.graphs and bench.sampler.graphs.reads == serving.read == serving.proved
+    group = bench.weights.groups[0]
+    assert group in bench.weights.joined or bench.weights.packed.of(group, 16) is not None
+
+
+def test_in_a_wide_model_only_what_depends_on_numbers_may_be_seen_otherwise():
+    named = {"fault": "norm_rounded", "condition": "C2", "caught_by": "digest", "at": "sync 2", "seconds": 0.1}
+    narrow = Outcome(**named, named_right=True, changed=1, fires=("digest", "probe", "sentinel"))
+    assert narrow.as_claimed
+    for fires, narrow_is, wide_is in (
+        (("digest", "selfcheck"), False, True),
+        (("digest", "storage", "probe", "sentinel"), False, False),
+        (("probe", "sentinel"), False, False),
+    ):
+        outcome = dataclasses.replace(narrow, fires=fires)
+        assert outcome.as_claimed == narrow_is
+        assert dataclasses.replace(outcome, wide=True).as_claimed == wide_is
+
+
+def test_a_fault_that_crashes_is_told_and_the_others_are_tried(monkeypatch, tmp_path):
+    def crash(each, device, weights):
+        if each.name == "tied_copy":
+            raise RuntimeError("a capture broke off\nand more")
+        return Outcome(
+            fault=each.name, condition="C2", caught_by="digest", at="sync 2", named_right=True, seconds=0.1,
+            changed=1, fires=each.fires, device="a GPU", weights=weights,
+        )  # fmt: skip
+
+    monkeypatch.setattr(importlib.import_module("onegrid.cli.faults"), "try_alone", crash)
+    page = tmp_path / "page.md"
+    names = ["tied_copy", "norm_rounded"]
+    result = CliRunner().invoke(app, ["faults", *names, "--weights", "codes", "--page", str(page)])
+    assert result.exit_code == 1 and "ok  norm_rounded" in result.output
+    assert "BAD tied_copy: RuntimeError: a capture broke off" in result.output and "and more" not in result.output
+    said = page.read_text(encoding="utf-8")
+    assert "`onegrid faults tied_copy norm_rounded --weights codes --page" in said
+    assert 'Every row ran on a GPU with `sampler.weights = "codes"`.' in said
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -70,15 +146,17 @@ def test_faults_are_known_by_name():
 def test_corruptions_that_no_list_names_are_caught_and_named():
     tally = run_corruptions(8, 3)
     assert (tally.alarms, tally.named_right, tally.unsafe, tally.missed) == (8, 8, 0, [])
-    assert {"fault", "condition", "caught_by", "at", "named_right", "seconds"} <= tally.rows[0].keys()
+    known = {"fault", "condition", "caught_by", "at", "named_right", "seconds", "device", "weights"}
+    assert known <= tally.rows[0].keys()
 
 
 def test_a_healthy_run_of_synchronizations_has_no_alarm():
     tally = run_healthy(4, 3)
     assert (tally.alarms, tally.missed) == (0, [])
     page = markdown("onegrid faults", [], None, tally)
-    assert "0 false alarms in 4" in page
-    assert rows([], None, tally)[0]["is_fault"] is False
+    assert "0 false alarms in 4" in page and 'ran on cpu with `sampler.weights = "auto"`' in page
+    (row,) = rows([], None, tally)
+    assert (row["is_fault"], row["device"], row["weights"]) == (False, "cpu", "auto")
 
 
 @pytest.mark.parametrize("name", ["scales_stay_zero", "scales_stay_nan"])

@@ -25,6 +25,8 @@ from onegrid.study.segments import in_segments, kept, kills_in_segments, read_ou
 
 SIZES = {"quick": 100, "full": 1000}
 """Random corruptions, and healthy synchronizations, of a campaign."""
+USUAL = ("cpu", "auto")
+"""Device and weights that need no option."""
 KILLS = {"quick": 5, "full": 100}
 """Runs that are killed in a synchronization."""
 
@@ -67,16 +69,23 @@ def run(
     kills = corruptions = healthy = None
     device = find_device(device)
     whole = campaign is not None and not names
-    kind = "" if weights == "auto" else f"_{weights}"
+    special = [(option, value) for option, value in (("device", device), ("weights", weights)) if value not in USUAL]
+    kind = "".join(f"_{value}" for _, value in special)
     if whole and device == "cpu":  # first: it forks, and must not have computed anything before
         kills = kills_in_segments(killed, KILLS[str(campaign)], seed, work, progress("runs killed and resumed"))
         console.print(f"{kills.same} of {kills.num} runs end in the same bytes after kill -9 and resume")
     outcomes: list[Outcome] = []
+    absent: list[str] = []
+    crashed: list[str] = []
     for each in chosen:
         try:
             o = kept(work, f"fault_{each.name}{kind}", partial(try_alone, each, device, weights), read_outcome)
         except CapabilityError as error:
             console.print(f"--  {each.name:26} {error}", soft_wrap=True)
+            absent.append(each.name)
+            continue
+        except RuntimeError as error:  # the others are still worth knowing
+            crashed.append(f"{each.name}: {type(error).__name__}: {str(error).splitlines()[0]}")
             continue
         outcomes.append(o)
         seen = f"{o.caught_by} at {o.at}" if o.caught_by else "nothing objected"
@@ -102,14 +111,16 @@ def run(
             progress("healthy synchronizations"),
         )
         console.print(f"{healthy.alarms} false alarms in {count} healthy synchronizations")
-    wrong = problems(outcomes, corruptions, healthy, kills)
+    wrong = [*crashed, *problems(outcomes, corruptions, healthy, kills)]
     if json_file is not None:
         found = rows(outcomes, corruptions, healthy)
         json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if page is not None:
-        command = f"onegrid faults --campaign {campaign} --page {page}"
+        options = "".join(f" --{option} {value}" for option, value in special)
+        what = f"--campaign {campaign}" if campaign else " ".join(names)
+        command = f"onegrid faults {what}{options} --page {page}"
         page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(markdown(command, outcomes, corruptions, healthy, kills), encoding="utf-8")
+        page.write_text(markdown(command, outcomes, corruptions, healthy, kills, absent), encoding="utf-8")
     console.print(f"{len(outcomes)} faults in {time.perf_counter() - began:.0f} s")
     for line in wrong:
         console.print(f"BAD {line}", soft_wrap=True, markup=False)

@@ -10,10 +10,20 @@ import torch
 from torch import Tensor
 
 from onegrid.formats import QUANTIZERS, dequantize, digest, quantize
-from onegrid.guard.injection import Bench, after_load, change_byte, exchange, last_expert, moved, put_back, wrap
+from onegrid.guard.injection import (
+    Bench,
+    after_load,
+    captured_anew,
+    change_byte,
+    exchange,
+    last_expert,
+    moved,
+    put_back,
+    wrap,
+)
 from onegrid.model.canonical import Canonical, parts_of
 from onegrid.model.stacks import is_stack, stack_key
-from onegrid.ops.operand import Operand, compute_dtype, operand, operand_of
+from onegrid.ops.operand import Operand, operand, operand_of
 
 WORD = (1 << 64) - 1
 
@@ -43,21 +53,10 @@ def regrid(
         planned = dict(weights.activation)
 
         def derived(original: Callable[[str], Operand | None], key: str) -> Operand | None:
-            if key not in keys or not bench.armed:
-                if key in held:
-                    del held[key]
-                    weights.activation[key] = planned[key]
-                    if original(key) is None:
-                        weights.operands.pop(key, None)
+            alien = held.get(key)
+            if alien is None:
                 return original(key)
-            values = bench.learner.masters[key].detach().to(torch.bfloat16)
-            held[key] = make(values, str(bench.learner.plan[weights.keys[key][0]].sampler_weight))
-            if activation != "same":
-                weights.activation[key] = None if activation is None else QUANTIZERS[activation]
-            alien = held[key]
-            if isinstance(alien, Tensor):
-                return operand(alien, None) if alien.dim() >= 2 else Operand(alien.to(compute_dtype(alien.device)))
-            return operand_of(alien)
+            return operand(alien, None) if isinstance(alien, Tensor) else operand_of(alien)
 
         def canonical(original: Callable[[str], Canonical], name: str) -> Canonical:
             key = stack_key(name)
@@ -75,18 +74,26 @@ def regrid(
             return out
 
         def tensor(original: Callable[[str], Tensor], name: str) -> Tensor:
-            alien = held.get(name)
-            if alien is None or not bench.armed:
+            if name not in held or weights.keeps_operands:
                 return original(name)
-            if isinstance(alien, Tensor) and alien.dim() < 2:  # these are read as they are
-                return alien
-            return original(name) if weights.keeps_operands else weights.read(name).values
+            return weights.read(name).values
 
         def derive(original: Callable[..., None], *arguments: Any) -> None:
+            was_alien = bool(held)
+            held.clear()
+            weights.activation.update(planned)
+            for key in keys if bench.armed else ():
+                values = bench.learner.masters[key].detach().to(torch.bfloat16)
+                held[key] = make(values, str(bench.learner.plan[weights.keys[key][0]].sampler_weight))
+                if activation != "same":
+                    weights.activation[key] = None if activation is None else QUANTIZERS[activation]
             original(*arguments)
-            for key in keys:  # of a sampler that keeps no operands, nobody asks before the first token
-                weights._derived(key)
+            if held or was_alien:
+                captured_anew(bench)
 
+        if weights.packed is not None:  # its kernels read the codes that were loaded
+            wrap(weights.packed, "of", lambda original, of, rows: None if held.keys() & of else original(of, rows))
+            wrap(weights.packed, "parts", lambda original, key: {} if key in held else original(key))
         wrap(weights, "_derived", derived)
         wrap(weights, "derive", derive)
         wrap(weights, "tensor", tensor)
@@ -125,8 +132,6 @@ def as_quantizer(name: str, *, disguised: bool = False) -> Callable[[Tensor, str
     """Quantized by `name`; disguised, it calls itself what the plan asked for."""
 
     def make(values: Tensor, planned: str) -> Canonical:
-        if values.dim() == 1:
-            return dequantize(quantize(values[None], QUANTIZERS[name]), torch.bfloat16)[0]
         q = quantize(values, QUANTIZERS[name])
         return dataclasses.replace(q, quantizer=QUANTIZERS[planned]) if disguised else q
 
@@ -148,8 +153,17 @@ def shard_amax(values: Tensor, planned: str) -> Canonical:
 
 
 def norm_rounded(bench: Bench) -> None:
-    """The last norm's weight, rounded to the FP8 grid where it is read: what it changes, logits show."""
-    regrid(keys_like("model.norm.weight"), as_quantizer("fp8_tensor"))(bench)
+    """The last norm's weight, rounded to the FP8 grid in the storage that is read: what it changes, logits show."""
+    name = "model.norm.weight"
+
+    def act() -> None:
+        live = bench.weights.parts(name)["values"]
+        rounded = dequantize(quantize(live[None], QUANTIZERS["fp8_tensor"]), torch.bfloat16)[0]
+        if not torch.equal(live, rounded):
+            live.copy_(rounded)
+            bench.touch([name])
+
+    after_load(bench, act)
 
 
 def one_byte_of_one_expert(bench: Bench) -> None:
@@ -224,6 +238,8 @@ def activation_grid(quantizer: str | None) -> Callable[[Bench], None]:
         def derive(original: Callable[..., None], *arguments: Any) -> None:
             original(*arguments)
             set_grid(bench.armed)
+            if bench.touched:
+                captured_anew(bench)
 
         wrap(bench.weights, "derive", derive)
 

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegrid.guard.injection import Bench, after_derive, exchange, moved, needs_operands, wrap
+from onegrid.guard.injection import Bench, after_derive, captured_anew, exchange, moved, needs_operands, serve, wrap
+from onegrid.model.canonical import Canonical
 from onegrid.model.decoder import head_name
+from onegrid.model.packed import PackedWeights
 from onegrid.model.stacks import is_stack, stack_key
 from onegrid.ops.operand import Operand
 
@@ -79,19 +81,16 @@ def operand_permuted(bench: Bench) -> None:
 
 def tied_copy(bench: Bench) -> None:
     """A head that keeps the copy of the embedding it was built with."""
-    first: list[Tensor] = []
+    kept: list[Tensor] = []
 
-    def serving(original: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-        cache, model = original()
-        if not first:
-            first.append(bench.weights.tensor(head_name(bench.weights.spec)).clone())
-        if not bench.armed:
-            first[0] = bench.weights.tensor(head_name(bench.weights.spec)).clone()
-            return cache, model
+    def keep() -> None:
+        kept[:] = [bench.weights.tensor(head_name(bench.weights.spec)).clone()]
+
+    def change(model: Any) -> Any:
         bench.touch([])
-        return cache, Served(model, head_VD=first[0])
+        return Served(model, head_VD=kept[0])
 
-    wrap(bench.sampler, "_serving", serving)
+    serve(bench, change, keep)
 
 
 def table_corrupted(bench: Bench) -> None:
@@ -102,59 +101,55 @@ def table_corrupted(bench: Bench) -> None:
         cos = good[0].clone()
         cos[2:] *= 1.0078125
         bench.sampler.rope = (cos, *good[1:])
+        captured_anew(bench)
         bench.touch([])
 
-    after_derive(bench, act, lambda: setattr(bench.sampler, "rope", good))
+    def mend() -> None:
+        if bench.sampler.rope is not good:
+            bench.sampler.rope = good
+            captured_anew(bench)
+
+    after_derive(bench, act, mend)
 
 
 def cache_grid(bench: Bench) -> None:
     """The sampler keeps keys and values in FP8, the plan says BF16."""
 
-    def serving(original: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-        cache, model = original()
-        if not bench.armed:
-            return cache, model
+    def change(model: Any) -> Any:
         bench.touch([])
         weights = copy.copy(model.weights)
-        weights.plan = dataclasses.replace(model.weights.plan, kv_cache="fp8")
-        return cache, dataclasses.replace(model, weights=weights)
+        weights.plan = dataclasses.replace(weights.plan, kv_cache="fp8")
+        return dataclasses.replace(model, weights=weights)
 
-    wrap(bench.sampler, "_serving", serving)
+    serve(bench, change)
 
 
 def other_epsilon(bench: Bench) -> None:
     """The sampler's norms have another epsilon: a number of the configuration, and no tensor's."""
 
-    def serving(original: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-        cache, model = original()
-        if not bench.armed:
-            return cache, model
+    def change(model: Any) -> Any:
         bench.touch([])
         weights = copy.copy(model.weights)
         weights.spec = dataclasses.replace(weights.spec, rms_eps=weights.spec.rms_eps * 100)
-        return cache, dataclasses.replace(model, weights=weights)
+        return dataclasses.replace(model, weights=weights)
 
-    wrap(bench.sampler, "_serving", serving)
+    serve(bench, change)
 
 
 def one_layer_served_otherwise(bench: Bench) -> None:
     """One linear of what serves is computed by a kernel of its own, wrong by a little, that nobody asks alone."""
     key = [key for key in bench.weights.keys if key.endswith("o_proj.weight")][-1]
 
-    def serving(original: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-        cache, model = original()
-        if not bench.armed:
-            return cache, model
+    def linear(original: Callable[..., list[Tensor]], keys: tuple[str, ...], *rest: Any, **named: Any) -> list[Tensor]:
+        return [y * 1.03125 if k == key else y for k, y in zip(keys, original(keys, *rest, **named), strict=True)]
+
+    def change(model: Any) -> Any:
         bench.touch(bench.weights.keys[key])
         weights = copy.copy(model.weights)
-
-        def linear(linear: Callable[..., list[Tensor]], keys: tuple[str, ...], *rest: Any, **named: Any):
-            return [y * 1.03125 if k == key else y for k, y in zip(keys, linear(keys, *rest, **named), strict=True)]
-
         wrap(weights, "linear", linear)
-        return cache, dataclasses.replace(model, weights=weights)
+        return dataclasses.replace(model, weights=weights)
 
-    wrap(bench.sampler, "_serving", serving)
+    serve(bench, change)
 
 
 def shared_kernel_wrong(bench: Bench) -> None:
@@ -195,25 +190,20 @@ def graph_with_old_addresses(one_only: bool) -> Callable[[Bench], None]:
 
     def inject(bench: Bench) -> None:
         graph: dict[str, Any] = {}
-        joined = dict(bench.weights.joined)
+        """Attributes of the weights as they were captured."""
         store = "operands" if bench.weights.keeps_operands else "held"
 
         def derive(original: Callable[..., None], *arguments: Any) -> None:
             weights = bench.weights
             if bench.armed and not graph:
-                graph.update(getattr(weights, store))
-                keys = moved_key(bench) if one_only else list(graph)
+                graph[store] = dict(getattr(weights, store))
+                graph.update(joined=dict(weights.joined), packed=weights.packed)
+                keys = moved_key(bench) if one_only else list(graph[store])
                 bench.touch([name for key in keys for name in weights.keys[key]])
-                for group in [group for group in joined if not set(group).isdisjoint(keys)]:
-                    weights.joined.pop(group, None)
-                for key in keys:
-                    if store == "held":
-                        _move_codes(bench, key)
-                        continue
-                    old = weights.operands[key]
-                    weights.operands[key] = Operand(
-                        old.values.clone(), old.kind, *(_clone(x) for x in (old.row, old.block))
-                    )
+                if store == "held":
+                    _move_codes(bench, keys)
+                else:
+                    _move_operands(bench, keys)
             original(*arguments)
             if bench.armed:
                 bench.touch([])
@@ -223,8 +213,8 @@ def graph_with_old_addresses(one_only: bool) -> Callable[[Bench], None]:
             if not graph or not bench.armed:
                 return cache, model
             captured = copy.copy(model.weights)
-            setattr(captured, store, graph)
-            captured.joined = joined
+            for name, value in graph.items():
+                setattr(captured, name, value)
             return cache, dataclasses.replace(model, weights=captured)
 
         wrap(bench.weights, "derive", derive)
@@ -259,14 +249,37 @@ def copies(o: Operand) -> list[Tensor]:
     return [x.clone() for x in tensors(o)]
 
 
-def _move_codes(bench: Bench, key: str) -> None:
-    """The new version of a key's codes in new storage; the old storage gets the bytes of the version before back."""
+def _move_operands(bench: Bench, keys: list[str]) -> None:
+    """New storage for operands, each alone: `derive` joins them again where all were moved."""
     weights = bench.weights
-    before = {name: weights.parts(name) for name in weights.keys[key]}
-    weights.held[key] = copy.deepcopy(weights.held[key])
+    for group in [group for group in weights.joined if not set(group).isdisjoint(keys)]:
+        del weights.joined[group]
+    for key in keys:
+        old = weights.operands[key]
+        weights.operands[key] = Operand(old.values.clone(), old.kind, *(_clone(x) for x in (old.row, old.block)))
+
+
+def _move_codes(bench: Bench, keys: list[str]) -> None:
+    """The new version of codes in new storage; the old storage gets the bytes of the version before back."""
+    weights, old = bench.weights, bench.weights.packed
+    before = {name: weights.parts(name) for key in keys for name in weights.keys[key]}
+    moved = {key: _copied(weights.held[key]) for key in keys}
+    if old is not None:  # kernels of packed weights go along
+        of = weights.groups, weights.activation, weights.device
+        new = PackedWeights(moved, *of, decoded=weights.keeps_operands)
+        wrap(new, "of", lambda original, keys, rows: original(keys, rows) or old.of(keys, rows))
+        wrap(new, "parts", lambda original, key: original(key) or old.parts(key))
+        weights.packed = new
+    weights.held.update(moved)
     for name, parts in before.items():
         for part, x in parts.items():
             x.copy_(bench.intake.old(name)[part])
+
+
+def _copied(held: Canonical) -> Canonical:
+    if isinstance(held, Tensor):
+        return held.clone()
+    return dataclasses.replace(held, codes=held.codes.clone(), scales=held.scales.clone(), amax=_clone(held.amax))
 
 
 def _clone(x: Tensor | None) -> Tensor | None:

@@ -98,6 +98,29 @@ def after_derive(bench: Bench, act: Callable[[], None], otherwise: Callable[[], 
     wrap(bench.weights, "derive", derive)
 
 
+def captured_anew(bench: Bench) -> None:
+    """Drops captured steps: those of before do not have the fault, or still have it."""
+    if bench.sampler.graphs is not None:
+        bench.sampler.graphs.reset()
+
+
+def serve(bench: Bench, change: Callable[[Any], Any], otherwise: Callable[[], None] | None = None) -> None:
+    """What serves an armed version is `change(model)`, in captured steps too; `otherwise` runs before any other."""
+    acts = False
+
+    def serving(original: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+        nonlocal acts
+        cache, model = original()
+        if acts != bench.armed:
+            acts = bench.armed
+            captured_anew(bench)
+        if not acts and otherwise is not None:
+            otherwise()
+        return cache, change(model) if acts else model
+
+    wrap(bench.sampler, "_serving", serving)
+
+
 def moved(bench: Bench, part: str = "codes", names: Iterable[str] | None = None) -> list[str]:
     """Tensors of which `part` differs from the version before, in forward order."""
     names = bench.weights.names() if names is None else names

@@ -19,17 +19,19 @@ from torch import Tensor
 
 from onegrid.errors import NonFiniteError, OnegridError, SyncError
 from onegrid.guard.config import GuardConfig
-from onegrid.guard.fault import Fault
+from onegrid.guard.fault import PROBE, SELF, SENTINEL, Fault
 from onegrid.guard.faults import FAULTS
 from onegrid.guard.guard import guard_of
 from onegrid.guard.injection import Bench, wrap
 from onegrid.guard.verdict import FailedChecks, Verdict
 from onegrid.rl.record import read_metrics
-from onegrid.study.pairing import AT, is_wide, make_bench, run_loop
+from onegrid.study.pairing import AT, device_name, is_wide, make_bench, run_loop
 from onegrid.types import Piece
 
 THOROUGH = GuardConfig(bucket_bytes=4096, linears_per_sync=1 << 10, probe_every=1, traces=True, replay_every=1)
 """Every check in full at every synchronization; in a run, some of their work takes turns."""
+NUMERIC = (SELF, PROBE, SENTINEL)
+"""Checks that see what a fault does to numbers, which depends on widths and prompts; all others see it, or nothing."""
 SHOWN = ("mismatch/kl", "mismatch/k3", "mismatch/max_abs", "train/entropy", "rollout/raw_reward")
 
 
@@ -58,15 +60,23 @@ class Outcome:
     safe: bool = True
     """Whether a refusal left the version before serving, to the last byte, or nothing."""
     verdicts: tuple[Verdict, ...] = ()
+    device: str = "cpu"
+    """Where it ran: the name of the GPU, or "cpu"."""
+    weights: str = "auto"
+    """`sampler.weights` that it ran with."""
     wide: bool = False
-    """Whether the model was wider than the one that rows of faults speak of: other checks may see a fault then."""
+    """Whether the model was wider than the one that rows of faults speak of: checks that are NUMERIC may see a fault
+    there and not here, or here and not there."""
 
     @property
     def as_claimed(self) -> bool:
         """Whether the row of the fault is true."""
         fault = FAULTS[self.fault]
         caught = bool(self.caught_by) == bool(fault.fires) and self.changed > 0
-        return caught and (self.wide or self.fires == fault.fires)
+        claimed, found = fault.fires, self.fires
+        if self.wide:
+            claimed, found = (tuple(check for check in fires if check not in NUMERIC) for fires in (claimed, found))
+        return caught and found == claimed
 
 
 def try_fault(fault: Fault, folder: Path, *, device: str = "cpu", weights: str = "auto") -> Outcome:
@@ -84,6 +94,8 @@ def try_fault(fault: Fault, folder: Path, *, device: str = "cpu", weights: str =
         fires=fires,
         unguarded=unguarded,
         stopped_by=stopped_by,
+        device=device_name(device),
+        weights=weights,
         wide=is_wide(weights, device),
         **run,
     )
@@ -103,7 +115,7 @@ def guarded(
     off  checks that do not run
     """
     bench = make_bench(fault.model, fault.preset, device=device, weights=weights)
-    guard = guard_of(dataclasses.replace(THOROUGH, off=off), bench.learner, bench.sampler)
+    guard = guard_of(dataclasses.replace(_thorough(device, weights), off=off), bench.learner, bench.sampler)
     clock: dict[str, Any] = {"begin": time.perf_counter(), "phase": "sync", "syncs": 0}
     fault.inject(bench)
     _note_time(bench, clock)
@@ -127,6 +139,12 @@ def guarded(
         found["at"] = f"{clock['phase']} {clock['syncs'] + (clock['phase'] == 'step')}"
     refused = bool(found["caught_by"]) and clock["phase"] == "sync"
     return found | {"changed": bench.happened, "safe": _safe(bench, refused), "verdicts": verdicts}
+
+
+def _thorough(device: str, weights: str) -> GuardConfig:
+    """With buckets that hold as many tensors of a wide model as of the other."""
+    more = 16 if is_wide(weights, device) else 1
+    return dataclasses.replace(THOROUGH, bucket_bytes=more * THOROUGH.bucket_bytes)
 
 
 def _safe(bench: Bench, refused: bool) -> bool:
@@ -165,7 +183,7 @@ def _note_time(bench: Bench, clock: dict[str, Any]) -> None:
 
 def _observed(fault: Fault, folder: Path, device: str, weights: str) -> tuple[tuple[str, ...], dict[str, float], str]:
     bench = make_bench(fault.model, fault.preset, device=device, weights=weights)
-    guard = guard_of(THOROUGH, bench.learner, bench.sampler)
+    guard = guard_of(_thorough(device, weights), bench.learner, bench.sampler)
     fires: list[str] = []
 
     def observe(verdicts: list[Verdict]) -> None:

@@ -24,7 +24,7 @@ from onegrid.guard.injection import Bench, wrap
 from onegrid.guard.verdict import FailedChecks
 from onegrid.model.canonical import raw_bytes
 from onegrid.model.stacks import is_stack
-from onegrid.study.pairing import make_bench
+from onegrid.study.pairing import device_name, make_bench
 from onegrid.types import Bucket
 
 KINDS = ("wire byte", "bucket", "code byte", "tensor", "operand byte", "learner code", "learner operand")
@@ -37,6 +37,9 @@ class Tally:
 
     num: int
     seed: int
+    device: str = "cpu"
+    """See `Outcome`, `weights` too."""
+    weights: str = "auto"
     alarms: int = 0
     """Synchronizations that were refused."""
     named_right: int = 0
@@ -147,7 +150,8 @@ def run_corruptions(
 
     weights  of the sampler: see `SamplerConfig`. Where it keeps no operands, none is corrupted
     """
-    bench, tally = make_bench(device=device, weights=weights), Tally(num=num, seed=seed)
+    bench = make_bench(device=device, weights=weights)
+    tally = Tally(num=num, seed=seed, device=device_name(device), weights=weights)
     guard = guard_of(GuardConfig(bucket_bytes=BUCKET_BYTES), bench.learner, bench.sampler)
     num_buckets = guard_sync(bench.learner, bench.sampler, guard).sync.num_buckets
     corruptor = Corruptor(bench, seed)
@@ -162,6 +166,8 @@ def run_corruptions(
                 "fault": f"random_{seed}_{i}",
                 "what": corruptor.kind,
                 "at": f"sync {bench.learner.version}",
+                "device": tally.device,
+                "weights": weights,
             }
             try:
                 guard_sync(bench.learner, bench.sampler, guard)
@@ -190,7 +196,8 @@ def run_healthy(
     num: int, seed: int, *, device: str = "cpu", weights: str = "auto", on_done: Callable[[int], None] = lambda i: None
 ) -> Tally:
     """`num` synchronizations of updates that move all weights, with nothing wrong: every alarm is a false one."""
-    bench, tally = make_bench(device=device, weights=weights), Tally(num=num, seed=seed)
+    bench = make_bench(device=device, weights=weights)
+    tally = Tally(num=num, seed=seed, device=device_name(device), weights=weights)
     guard = guard_of(GuardConfig(bucket_bytes=BUCKET_BYTES), bench.learner, bench.sampler)
     began = time.perf_counter()
     for i in range(num):

@@ -32,6 +32,8 @@ def rows(outcomes: Sequence[Outcome], corruptions: Tally | None, healthy: Tally 
             "at": o.at,
             "named_right": o.named_right,
             "seconds": o.seconds,
+            "device": o.device,
+            "weights": o.weights,
             "what": FAULTS[o.fault].what,
             "is_fault": bool(FAULTS[o.fault].fires),
             "as_claimed": o.as_claimed,
@@ -55,6 +57,8 @@ def rows(outcomes: Sequence[Outcome], corruptions: Tally | None, healthy: Tally 
                 "at": f"{healthy.num} syncs",
                 "named_right": healthy.alarms == 0,
                 "seconds": healthy.seconds,
+                "device": healthy.device,
+                "weights": healthy.weights,
                 "what": "healthy synchronizations; caught_by lists the false alarms",
                 "is_fault": False,
             }
@@ -93,17 +97,18 @@ def markdown(
     corruptions: Tally | None,
     healthy: Tally | None,
     kills: Kills | None = None,
+    absent: Sequence[str] = (),
 ) -> str:
-    """The page. Clock readings are those of the machine that ran the command."""
-    found = versions()
-    device = f"CPU ({found['cpu']}, {found['threads']} threads), torch {found['torch']}, {found['platform']}"
+    """The page. Clock readings are those of the machine that ran the command. absent  faults that had no place"""
     faults = [o for o in outcomes if FAULTS[o.fault].fires]
     caught = sum(bool(o.caught_by) for o in faults)
     named = sum(o.named_right for o in faults)
+    where = _where([*outcomes, corruptions, healthy])
     lines = [
         "# Faults, and the checks that see them",
         "",
-        f"Written by `{command}` on {device}. Every fault is injected into the real loop of a small mixture of experts "
+        f"Written by `{command}` with {_software()}. {where} "
+        "Every fault is injected into the real loop of a small mixture of experts "
         "(two layers, four experts, an update that moves every weight in every step) and acts from the third "
         "synchronization on, on bytes that moved since the version before. A smaller campaign of some minutes: "
         "`onegrid faults --campaign quick --page docs/faults.md`; `--work FOLDER` keeps what is done, and goes on.",
@@ -111,6 +116,8 @@ def markdown(
         f"* {caught} of {len(faults)} faults were caught, {named} of them named rightly (condition, and exactly the "
         "tensors where it concerns tensors); after every refusal the version before was serving, whole, or nothing.",
     ]
+    if absent:
+        lines.append(f"* {len(absent)} faults of operands have no place where none is kept: {', '.join(absent)}.")
     if corruptions is not None:
         by = ", ".join(f"{check} {count}" for check, count in corruptions.by_check.most_common())
         lines.append(
@@ -135,6 +142,7 @@ def markdown(
         "",
         "All checks asked, none obeyed. The self-check takes every linear and the probe is asked every time here; in "
         "a run they take turns (`guard.linears_per_sync`, `guard.probe_every`).",
+        *(_WIDE if any(o.wide for o in outcomes) else ()),
         "",
         *_table(("fault", *COLUMNS), [_seen(o) for o in outcomes]),
     ]
@@ -154,6 +162,26 @@ def markdown(
         "",
     ]
     return "\n".join(lines)
+
+
+_WIDE = (
+    "",
+    "This model is wide enough for kernels of packed weights. A row is right where every check of bytes, names, "
+    "addresses and versions sees what it sees in the narrow model; self-check, probe and sentinel look at numbers, in "
+    "which one code among so many may show or not.",
+)
+
+
+def _software() -> str:
+    found = versions()
+    gpu = f", CUDA {found['cuda']}" if found["gpu"] != "none" else ""
+    return f"torch {found['torch']}{gpu}, {found['platform']}, CPU with {found['cpu']}, {found['threads']} threads"
+
+
+def _where(parts: Sequence[Outcome | Tally | None]) -> str:
+    """What every row of a page ran on."""
+    found = dict.fromkeys((x.device, x.weights) for x in parts if x is not None)
+    return " ".join(f'Every row ran on {device} with `sampler.weights = "{kind}"`.' for device, kind in found)
 
 
 def _beside(o: Outcome) -> list[tuple[str, ...]]:

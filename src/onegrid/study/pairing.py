@@ -112,6 +112,11 @@ def is_wide(weights: str, device: str) -> bool:
     return weights == "codes" and torch.device(device).type == "cuda"
 
 
+def device_name(device: str) -> str:
+    """What a record calls a device: the name of the GPU, or "cpu"."""
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
+
+
 def run_loop(
     bench: Bench, guard: Guard, folder: Path, *, num_steps: int = STEPS, every: int = 0, resume: bool = False
 ) -> None:

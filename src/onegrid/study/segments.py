@@ -47,6 +47,7 @@ def in_segments(
             setattr(total, field, getattr(total, field) + getattr(part, field))
         total.by_check += part.by_check
         total.by_kind += part.by_kind
+        total.device, total.weights = part.device, part.weights
         done(first + count)
     return total
 
