@@ -85,7 +85,6 @@ def launch(
             "enable_prefix_caching": config.prefix_cache,
             "generation_config": "vllm",
             "logprobs_mode": f"{config.logprobs}_logprobs",
-            "max_logprobs": -1,
             "block_size": BLOCK,
             "load_format": "dummy" if checkpoint is None else "auto",
             "worker_extension_cls": WORKER,
