@@ -158,6 +158,21 @@ def test_probe_leaves_the_model_as_it_was_also_when_it_fails(dense, monkeypatch)
     assert dense.sampler.probe([(3, 4)])[0].isfinite().all()
 
 
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_call_that_fails_within_the_model_leaves_nothing_that_the_next_one_waits_for(dense, monkeypatch, error):
+    def fails(*arguments, **named):
+        raise error("out of order")
+
+    expected = [r.tokens_R.tolist() for r in dense.sampler.generate(requests_of(3))]
+    with monkeypatch.context() as patched:
+        patched.setattr(type(dense.inside.model), "compute_logits", fails)
+        for call in (lambda: dense.sampler.generate(requests_of(3)), lambda: dense.sampler.probe([(3, 4)])):
+            with pytest.raises((CapabilityError, error), match="out of order"):
+                call()
+    assert [r.tokens_R.tolist() for r in dense.sampler.generate(requests_of(3))] == expected
+    assert "compute_logits" not in vars(dense.inside.model)
+
+
 def test_probe_refuses_an_engine_that_samples_from_other_numbers_than_its_model_computes(dense, monkeypatch):
     sampler = dense.sampler.engine.engine.collective_rpc(lambda worker: worker.model_runner.sampler)[0]
     forward = sampler.forward

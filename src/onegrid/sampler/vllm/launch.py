@@ -186,7 +186,7 @@ class Launched:
         engine = self.engine.llm_engine
         waiting = list(engine.output_processor.request_states)
         if waiting:
-            engine.abort_request(waiting)
+            engine.abort_request(waiting, internal=True)  # by the engine's own names; others it would pass over
 
     def reset_prefix_cache(self) -> None:
         """Asks the engine to drop its prefix cache. Whether it did is for `canary` to find out."""
