@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from onegrid.formats import QUANTIZERS, quantize
+from onegrid.formats import QUANTIZERS, Quantizer, quantize
 from onegrid.ops.arranged import MOST_ROWS
 from onegrid.ops.capture import capturing, early_launches
 from onegrid.ops.linear import matmul
@@ -36,8 +36,10 @@ class Choice:
     weight: str
     rows: int
     decoded_us: float
-    """Of the matmul on decoded weights, and of decoding them where they are not kept."""
+    """Of the matmul on decoded weights behind the kernel that makes its rows, as in a step, where one may begin before
+    the other has ended; and of decoding them where they are not kept."""
     packed_us: float
+    """Of the packed matmul behind the same kernel."""
     same_bytes: bool
     chosen: bool
     """Packed: its bytes are those of the decoded matmul, and it is faster or decoded weights are not kept."""
@@ -73,11 +75,12 @@ def choose(
         others = [partial(_itself, other) for other in each]
     found = []
     for rows in ROWS:
-        a = operand(draw(rows, shape[1]), QUANTIZERS[activation])
+        x, quantizer = draw(rows, shape[1]), QUANTIZERS[activation]
+        a = operand(x, quantizer)
         want, have = matmul(a, whole), packed_matmul(a, copies[0], row)
         same = torch.equal(want.view(torch.int16), have.view(torch.int16))
-        slow = _microseconds([partial(_read_and_multiply, a, other) for other in others])
-        fast = _microseconds([partial(packed_matmul, a, packed, row) for packed in copies])
+        slow = _microseconds([partial(_read_and_multiply, x, quantizer, other) for other in others])
+        fast = _microseconds([partial(_multiply_packed, x, quantizer, packed, row) for packed in copies])
         found.append(Choice(shape, weight, rows, slow, fast, same, same and (fast < slow or not decoded)))
     return tuple(found)
 
@@ -96,8 +99,12 @@ def _itself(kept: Operand) -> Operand:
     return kept
 
 
-def _read_and_multiply(a: Operand, read: Callable[[], Operand]) -> Tensor:
-    return matmul(a, read())
+def _read_and_multiply(x: Tensor, quantizer: Quantizer, read: Callable[[], Operand]) -> Tensor:
+    return matmul(operand(x, quantizer), read())
+
+
+def _multiply_packed(x: Tensor, quantizer: Quantizer, packed: Packed, row: Tensor | None) -> Tensor:
+    return packed_matmul(operand(x, quantizer), packed, row)
 
 
 def _microseconds(calls: list[Callable[[], Tensor]]) -> float:
