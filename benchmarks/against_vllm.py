@@ -4,11 +4,9 @@
     python benchmarks/against_vllm.py update --json benchmarks/h200.json
 
 Each side runs in a process of its own; they get ready together and are timed one after the other, and say what they do
-as they go. Decoding: random
-weights made on the device from one seed, prompts that share nothing, temperature 1, all log-probabilities kept, whole
-calls timed, prefill included, after a call of the same size; the median of --repeats. vLLM runs as it comes, compiled
-and with graphs, and gets no seeds (its
-seeded sampling is slower). Nothing here asserts.
+as they go. Decoding: random weights made on the device from one seed, prompts that share nothing, temperature 1, all
+log-probabilities kept, whole calls timed, prefill included, after a call of the same size; the median of --repeats.
+vLLM runs as it comes, compiled and with graphs, and gets no seeds (its seeded sampling is slower). It asserts nothing.
 """
 
 from __future__ import annotations

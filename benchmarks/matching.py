@@ -226,6 +226,12 @@ def vllm_sampler(spec: ModelSpec, hf_config: dict[str, Any], plan: Plan, arm: Ar
     return VllmSampler(spec, hf_config, plan, config, max_len=max(64, max_len), max_slots=options.slots)
 
 
+def settings_of(options: argparse.Namespace) -> dict[str, str]:
+    """What an arm's result depends on, beside the arm."""
+    names = ("checkpoint", "device", "prompts", "samples", "new", "digits", "slots", "seed", "free")
+    return {name: str(getattr(options, name)) for name in names}
+
+
 def threads_of(jobs: int) -> dict[str, str]:
     """The environment for one of `jobs` processes: its share of the cores, where it does not say how many threads.
 
@@ -281,7 +287,9 @@ def main() -> None:
         "--free", action="store_true", help="Sample on after the end of the answer, up to --new tokens."
     )
     parser.add_argument("--jobs", type=int, default=1, help="Processes that share the arms.")
-    parser.add_argument("--keep", type=Path, help="Folder of what arms found; those that are there do not run again.")
+    parser.add_argument(
+        "--keep", type=Path, help="Folder of what arms found; those there with these options do not run."
+    )
     parser.add_argument("--child", nargs=2, metavar=("ARMS", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -292,7 +300,7 @@ def main() -> None:
             except Exception as error:
                 traceback.print_exc()
                 found = {"failed": f"{type(error).__name__}: {error}"}
-            found["seconds"] = time.perf_counter() - began
+            found |= {"seconds": time.perf_counter() - began, "settings": settings_of(options)}
             kept = Path(options.child[1]) / f"{list(ARMS).index(name)}.json"
             kept.with_suffix(".part").write_text(json.dumps(found))
             kept.with_suffix(".part").rename(kept)
@@ -306,8 +314,11 @@ def main() -> None:
         scratch = str(options.keep or temporary)
         Path(scratch).mkdir(parents=True, exist_ok=True)
         files = {name: Path(scratch) / f"{list(ARMS).index(name)}.json" for name in names}
-        due = [name for name, file in files.items() if not file.exists() or json.loads(file.read_text())["failed"]]
-
+        kept = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+        good = [n for n, one in kept.items() if not one["failed"] and one["settings"] == settings_of(options)]
+        due = [name for name in names if name not in good]
+        for name in due:
+            files[name].unlink(missing_ok=True)
         jobs = max(1, min(options.jobs, len(due)))
 
         def some(mine: list[str]) -> None:

@@ -21,6 +21,7 @@ from onegrid.errors import CapabilityError, FormatError
 from onegrid.formats import QUANTIZERS, decode, elements, quantize, quantize_decode
 from onegrid.model.live import send
 from onegrid.ops import attention_triton, decode_triton, fused_triton, grouped_triton, quantize_triton
+from onegrid.ops.arranged import arranged, room
 from onegrid.ops.grouped import by_expert, dispatch, take, wgrad_by_expert
 from onegrid.ops.operand import Operand, operand
 from onegrid.ops.producers import fuses
@@ -150,21 +151,20 @@ def chains() -> None:
         assert not fuses(quantizer, block + 1) and not fuses(quantizer, 16_384 + block)
         for width in (5 * block, 1024 + block):
             for rows in (0, 1, 5, 16):
-                quantize_triton.room = torch.empty_like if rows == 16 else lambda x: None
+                quantize_triton.room = torch.empty_like if rows == 16 else room
                 x, y, weight = normal(width, rows).t(), normal(rows, 2 * width)[:, width:], normal(width)
                 if rows > 2:
                     x[1, 3], y[2, 1] = float("inf"), float("nan")
-                total, values, amax, arranged = quantize_triton.residual_norm(x, y, weight, 1e-6, quantizer)
+                total, values, amax, ordered = quantize_triton.residual_norm(x, y, weight, 1e-6, quantizer)
                 plain, h = fused_triton.residual_norm(x.contiguous(), y.contiguous(), weight, 1e-6)
                 assert same(total, plain) and same(fused_triton.norm(total, weight, 1e-6), h)
                 assert same(fused_triton.norm(total.t().contiguous().t(), weight, 1e-6), h)
                 gate = fused_triton.swiglu(x.contiguous(), y.contiguous())
                 assert same(fused_triton.swiglu(x, y), gate)
-                gated, gate_amax, gate_arranged = quantize_triton.swiglu(x, y, quantizer)
-                for have, largest, of, order in ((values, amax, h, arranged), (gated, gate_amax, gate, gate_arranged)):
+                gated, gate_amax, gate_ordered = quantize_triton.swiglu(x, y, quantizer)
+                for have, largest, of, order in ((values, amax, h, ordered), (gated, gate_amax, gate, gate_ordered)):
                     if rows == 16:
-                        steps = have.view(rows, width // 16, 8, 2).permute(1, 3, 0, 2)
-                        assert same(order.reshape(steps.shape), steps.contiguous()), (name, width)
+                        assert same(order.contiguous(), arranged(have)), (name, width)
                     want = quantize_decode(of, quantizer)
                     assert same(have, want.values), (name, width, rows)
                     assert largest is None or same(largest, want.amax)

@@ -130,7 +130,6 @@ static T at(u32 address) {
   memcpy(&value, ring + (int)address, sizeof(T));
   return value;
 }
-static u32 load1(u32 a) { return at<u8>(a); }
 static u32 load2(u32 a) { return at<unsigned short>(a); }
 static u32 load4(u32 a) { return at<u32>(a); }
 
@@ -140,24 +139,6 @@ static void matrices(u32* r, u32 address) {
   w.held[lane()][0] = address;
   __syncwarp();
   for (int i = 0; i < 4; i++) r[i] = at<u32>(w.held[i * 8 + lane() / 4][0] + 4 * (lane() % 4));
-  __syncwarp();
-}
-
-static void mma(float* c, const u32* a, const u32* b) {
-  Warp& w = warp();
-  for (int i = 0; i < 4; i++) w.held[lane()][i] = a[i];
-  for (int i = 0; i < 2; i++) w.held[lane()][4 + i] = b[i];
-  __syncwarp();
-  for (int e = 0; e < 4; e++) {
-    const u32 row = lane() / 4 + e / 2 * 8, column = lane() % 4 * 2 + e % 2;
-    float sum = 0;
-    for (int t = 0; t < 4; t++)
-      for (int h = 0; h < 2; h++) {
-        const u32 x = w.held[row % 8 * 4 + t][row / 8 + 2 * h], y = w.held[column * 4 + t][4 + h];
-        sum += of_bf16(x & 0xFFFF) * of_bf16(y & 0xFFFF) + of_bf16(x >> 16) * of_bf16(y >> 16);
-      }
-    c[e] += sum;
-  }
   __syncwarp();
 }
 

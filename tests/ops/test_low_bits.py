@@ -11,6 +11,7 @@ from torch import Tensor
 from onegrid.errors import CapabilityError
 from onegrid.formats import QUANTIZERS, quantize, quantize_decode
 from onegrid.ops import chains, producers, quantize_cuda
+from onegrid.ops.arranged import arranged
 from onegrid.ops.linear import matmul
 from onegrid.ops.operand import operand, operand_of
 from tests.bytes import assert_same_bytes
@@ -21,12 +22,6 @@ ACTIVATIONS = ["mxfp8", "mxfp4", "nvfp4_row", "fp8_1x128"]
 def draw(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     """BF16 normal numbers, the same everywhere."""
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to("cuda", torch.bfloat16)
-
-
-def in_order(values: Tensor) -> Tensor:
-    """Rows [M, K] as `ops.arranged` says."""
-    rows, depth = values.shape
-    return values.view(rows, depth // 16, 8, 2).permute(1, 3, 0, 2).reshape(rows, depth)
 
 
 def hard(rows: int, width: int = 1024) -> Tensor:
@@ -49,10 +44,10 @@ def test_quantization_along_rows_has_the_bytes_of_the_definition(name, gpu):
     quantizer = QUANTIZERS[name]
     for x in (hard(16), hard(64), hard(32, 12288), hard(4096), draw(33, 2048)):
         assert quantize_cuda.covers(x, quantizer)
-        values, amax, arranged = quantize_cuda.quantize_decode(x, quantizer)
-        assert (arranged is not None) == (len(x) <= 64)
-        if arranged is not None:
-            assert_same_bytes(arranged, in_order(values))
+        values, amax, ordered = quantize_cuda.quantize_decode(x, quantizer)
+        assert (ordered is not None) == (len(x) in (16, 32, 64))
+        if ordered is not None:
+            assert_same_bytes(ordered, arranged(values))
         want = quantize_decode(x, quantizer)
         assert_same_bytes(values, want.values.to(torch.bfloat16), f"{tuple(x.shape)}")
         if want.amax is not None:
@@ -120,7 +115,7 @@ def test_producers_have_the_bytes_of_chain_and_quantizer(name, width, gpu):
             assert_same_bytes(have.values, want.values, f"{rows} rows")
             assert (have.arranged is not None) == (rows == 16)
             if have.arranged is not None:
-                assert_same_bytes(have.arranged, in_order(have.values))
+                assert_same_bytes(have.arranged, arranged(have.values))
             assert (have.row is None) == (want.row is None)
             if have.row is not None:
                 assert_same_bytes(have.row, want.row)

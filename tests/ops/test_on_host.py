@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from onegrid.formats import QUANTIZERS, quantize, quantize_decode
+from onegrid.ops.arranged import arranged
 from onegrid.ops.codes_cuda import THREADS as WRITERS
 from onegrid.ops.codes_cuda import knows, launch_of
 from onegrid.ops.linear import matmul
@@ -44,18 +45,19 @@ def test_a_packed_matmul_is_that_of_decoded_weights(tmp_path, weight, forms, hal
         FORMS=forms, HALVES=halves, MT=pairs, KS=depth, STAGES=stages, BITS=quantizer.fmt.bits,
         E8M0=int(quantizer.scale == "e8m0"), EARLY=1,
     )  # fmt: skip
-    arranged = torch.full_like(x, float("nan"))
-    count = rows * k // 16
-    run_on_host(tmp_path, "arrange.cu", "arrange", -(-count // 128), 128, [x, arranged, rows, k // 16], EARLY=1)
-    steps = x.view(rows, k // 16, 8, 2).permute(1, 3, 0, 2)
-    assert_same_bytes(arranged.view(steps.shape), steps.contiguous())
     out = torch.full((rows, columns), float("nan"), dtype=torch.bfloat16)
     factors = [x, x] if a.row is None else [a.row.contiguous(), whole.row.contiguous()]
     run_on_host(
         tmp_path, "packed.cu", "packed_matmul", -(-columns // (32 * halves * forms)), 128 * forms + 160,
-        [arranged, q.codes, q.scales, *factors, out, columns, k], **macros,
+        [arranged(x), q.codes, q.scales, *factors, out, columns, k], **macros,
     )  # fmt: skip
     assert_same_bytes(out, matmul(a, whole))
+
+
+def test_rows_are_arranged_as_the_page_says():
+    x, order = torch.arange(16 * 48).view(16, 48), arranged(torch.arange(16 * 48).view(16, 48)).view(3, 2, 16, 8)
+    for m, k in ((0, 0), (0, 1), (3, 18), (15, 47)):
+        assert order[k // 16, k % 2, m, k % 16 // 2] == x[m, k]
 
 
 def hard_numbers(rows, width):
@@ -73,17 +75,17 @@ def hard_numbers(rows, width):
 def test_quantize_and_decode_has_the_bytes_of_the_definition(tmp_path, name):
     quantizer, rows, width = QUANTIZERS[name], 9, 512
     x = hard_numbers(rows, width)
-    out, arranged, amax = torch.empty_like(x), torch.empty_like(x), torch.empty(rows)
+    out, ordered, amax = torch.empty_like(x), torch.empty_like(x), torch.empty(rows)
     macros = dict(WIDTH=quantizer.block[1], FOUR=int(quantizer.fmt.bits == 4), POWERS=RULES[quantizer.rule])
     macros |= dict(CHUNKS=1, EARLY=1, ARRANGED=1)
     if quantizer.rule == "nvfp4":
-        args = [x, out, arranged, amax, width // 8, width // 8]
+        args = [x, out, ordered, amax, width // 8, width // 8]
         run_on_host(tmp_path, "quantize.cu", "rows", rows, THREADS, args, **macros)
     else:
         pieces = rows * width // 8
         grid = -(-pieces // THREADS)
-        run_on_host(tmp_path, "quantize.cu", "flat", grid, THREADS, [x, out, arranged, pieces, width // 8], **macros)
-    assert_same_bytes(arranged, out.view(rows, width // 16, 8, 2).permute(1, 3, 0, 2).reshape(rows, width))
+        run_on_host(tmp_path, "quantize.cu", "flat", grid, THREADS, [x, out, ordered, pieces, width // 8], **macros)
+    assert_same_bytes(ordered, arranged(out))
     want = quantize_decode(x, quantizer)
     values = want.values.to(torch.bfloat16)
     values.view(torch.int16)[values.isnan()] = 0x7FFF  # the NaN that a GPU gives

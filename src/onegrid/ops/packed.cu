@@ -2,15 +2,14 @@
 //
 // One block makes 32 HALVES FORMS columns n for all M = 16 MT rows: a warpgroup takes 64, or half as many and zeros, so that
 // more blocks share few columns; it decodes their codes in registers on the way to the matrix unit (weights are its first
-// operand) and adds 16 k after 16 k. Other warps copy KS numbers of every row
-// of weights, their scales and x at a time into a ring of STAGES stages of shared memory: one copies x, which may wait for
-// the kernel before, four copy what does not.
+// operand) and adds 16 k after 16 k. Other warps copy KS numbers of every row of weights, their scales and x at a time into
+// a ring of STAGES stages of shared memory: one copies x, which may wait for the kernel before, four copy what does not.
 // Within a step of 16 the order of k is free, since the unit adds a step's products as one: lane t of four takes codes 4t
 // to 4t + 3 as pairs (0, 2) and (1, 3), so that the first operand's columns 0 .. 7 are the even k and 8 .. 15 the odd ones.
-// `arrange.cu` lays x out so.
+// x lies so, see `arranged.py`.
 //
-// Set by the caller: FORMS, HALVES (1 or 2), MT, KS, STAGES, BITS of a weight (4: E2M1, 8: E4M3), E8M0 (power-of-two scales of 32, else
-// E4M3 scales of 16), EARLY. Sums of E2M1 are 2^-8 of the true ones until the end.
+// Set by the caller: FORMS, HALVES (1 or 2), MT, KS, STAGES, BITS of a weight (4: E2M1, 8: E4M3), E8M0 (power-of-two scales
+// of 32, else E4M3 scales of 16), EARLY. Sums of E2M1 are 2^-8 of the true ones until the end.
 
 #define STEPS (KS / 16)
 #define MATRIX_WARPS (4 * FORMS)
@@ -144,7 +143,8 @@ extern "C" __global__ void __launch_bounds__(32 * MATRIX_WARPS + COPIERS + 32, 1
 #endif
   const u32 s_lane = S_AT + column * S_BYTES;
   float sum[MT * 8] = {};
-  u32 a[2][AT_ONCE][4] = {}, m[HALVES][WORDS][4], scales_of[HALVES][WORDS], w[2][4][HALVES], slot = 0, phase = 0, at = base;
+  u32 a[2][AT_ONCE][4] = {}, m[HALVES][WORDS][4], scales_of[HALVES][WORDS], w[2][4][HALVES];
+  u32 slot = 0, phase = 0, at = base;
   wait(full, 0);
   load_codes(w[0], at + w_lane, 0);
 #pragma unroll
@@ -209,7 +209,8 @@ extern "C" __global__ void __launch_bounds__(32 * MATRIX_WARPS + COPIERS + 32, 1
       }
       const float theirs = __shfl_xor_sync(0xFFFFFFFFu, mine[1 - odd], 4);
       const int row = 8 * j + 2 * t + odd, pair = n + 8 * half - odd;
-      if (pair < N) out[((size_t)row * N + pair) / 2] = odd ? pair_of_bf16(theirs, mine[1]) : pair_of_bf16(mine[0], theirs);
+      const u32 both = odd ? pair_of_bf16(theirs, mine[1]) : pair_of_bf16(mine[0], theirs);
+      if (pair < N) out[((size_t)row * N + pair) / 2] = both;
     }
   }
 }

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onegrid.errors import CapabilityError
 from onegrid.formats import Quantizer
-from onegrid.ops.arranged import MOST_ROWS
+from onegrid.ops.arranged import MOST_ROWS, arranged, is_for
 from onegrid.ops.capture import may_begin_early
 from onegrid.ops.cuda_source import can_compile, kernel
 from onegrid.ops.operand import Operand
@@ -68,8 +68,8 @@ def covers(quantizer: Quantizer | None, shape: tuple[int, ...], device: torch.de
         and len(shape) == 2
         and shape[0] % 16 == 0
         and shape[1] % _STEP == 0
+        and is_for(device)
         and can_compile(device)
-        and torch.cuda.get_device_capability(device) == (9, 0)
     )
 
 
@@ -81,47 +81,41 @@ def packed_matmul(a: Operand, weight: Packed, row_N: Tensor | None) -> Tensor:
     Codes of NaN are not decoded as NaN: weights are finite by the time they are published.
     """
     num_columns, depth = weight.shape
-    quantizer = weight.quantizer
     x = a.values.contiguous()
     num_rows = x.shape[0]
     if num_rows % TILE or not 0 < num_rows <= MOST_ROWS:
         raise CapabilityError(f"packed matmul of {num_rows} rows; multiples of {TILE} up to {MOST_ROWS} are covered")
     if x.shape[1] != depth:
         raise CapabilityError(f"packed matmul of rows of {x.shape[1]} numbers with weights of {depth}")
-    e8m0 = quantizer.scale == "e8m0"
-    tiling = _tiling(num_columns, depth, num_rows // 16, quantizer.fmt.bits, e8m0)
-    forms, shared_bytes = tiling["FORMS"], tiling["STAGES"] * _stage_bytes(**{k: tiling[k] for k in _STAGE})
-    early = int(may_begin_early(x.device))
-    arranged, out = a.arranged, x.new_empty(num_rows, num_columns, dtype=torch.bfloat16)
-    if arranged is None:
-        arranged, steps = torch.empty_like(x), depth // 16
-        arrange = kernel("arrange.cu", "arrange", EARLY=early)
-        arrange((-(-num_rows * steps // 128), 1, 1), (128, 1, 1), [x, arranged, num_rows, steps])
+    tiling, shared_bytes = _tiling(weight, num_rows // 16)
+    ordered = arranged(x) if a.arranged is None else a.arranged
+    out = x.new_empty(num_rows, num_columns, dtype=torch.bfloat16)
     factors = (x, x) if a.row is None or row_N is None else (a.row.contiguous(), row_N)
+    early = int(may_begin_early(x.device))
     run = kernel("packed.cu", "packed_matmul", shared_bytes=shared_bytes, EARLY=early, **tiling)
-    args = [arranged, weight.codes, weight.scales, *factors, out, num_columns, depth]
-    blocks = -(-num_columns // (_COLUMNS * forms * tiling["HALVES"]))
-    run((blocks, 1, 1), (128 * forms + 160, 1, 1), args, shared_bytes)
+    args = [ordered, weight.codes, weight.scales, *factors, out, num_columns, depth]
+    blocks = -(-num_columns // (_COLUMNS * tiling["FORMS"] * tiling["HALVES"]))
+    run((blocks, 1, 1), (128 * tiling["FORMS"] + 160, 1, 1), args, shared_bytes)
     return out
 
 
-_STAGE = ("FORMS", "HALVES", "MT", "KS", "BITS", "E8M0")
-
-
-def _tiling(num_columns: int, depth: int, pairs: int, bits: int, e8m0: bool) -> dict[str, int]:
-    """Warpgroups of a block, full or half, as even a share for every multiprocessor as fits; and its stages."""
+def _tiling(weight: Packed, pairs: int) -> tuple[dict[str, int], int]:
+    """Warpgroups of a block, full or half, an even share for every multiprocessor; its stages, and their bytes."""
+    num_columns, depth = weight.shape
+    e8m0 = weight.quantizer.scale == "e8m0"
     multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     halves, waves = 1 if num_columns <= _COLUMNS * multiprocessors else 2, 1
     tiles = -(-num_columns // (_COLUMNS * halves))
     while (forms := -(-tiles // (waves * multiprocessors))) > _MOST_FORMS:
         waves += 1
-    found = {"FORMS": forms, "HALVES": halves, "MT": pairs, "BITS": bits, "E8M0": int(e8m0)}
+    found = {"FORMS": forms, "HALVES": halves, "MT": pairs, "BITS": weight.quantizer.fmt.bits, "E8M0": int(e8m0)}
     fits = []
     for size in _DEPTHS if e8m0 else (_STEP,):
-        stages = min(_MOST_STAGES, _SHARED_BYTES // _stage_bytes(**found, KS=size))
+        stage = _stage_bytes(**found, KS=size)
+        stages = min(_MOST_STAGES, _SHARED_BYTES // stage)
         if depth % size == 0 and stages >= 2 and (forms < 3 or size < 512):  # ptxas lets no two products overlap there
-            fits.append({**found, "KS": size, "STAGES": stages})
-    return next((one for one in fits if one["STAGES"] >= 3), fits[-1])
+            fits.append(({**found, "KS": size, "STAGES": stages}, stages * stage))
+    return next((one for one in fits if one[0]["STAGES"] >= 3), fits[-1])
 
 
 def _stage_bytes(FORMS: int, HALVES: int, MT: int, KS: int, BITS: int, E8M0: int) -> int:

@@ -19,53 +19,25 @@ __device__ __forceinline__ void let_next_begin() {
 #endif
 }
 
-// Two BF16 numbers in a word, each rounded once.
+// Two numbers of 16 bits in a word, BF16 and each rounded once where nothing else is said.
 
-__device__ __forceinline__ u32 times(u32 a, u32 b) {
-  u32 c;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-  return c;
-}
-
-__device__ __forceinline__ u32 plus(u32 a, u32 b) {
-  u32 c;
-  asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-  return c;
-}
-
-__device__ __forceinline__ u32 minus(u32 a, u32 b) {
-  u32 c;
-  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-  return c;
-}
-
-__device__ __forceinline__ u32 larger(u32 a, u32 b) {  // NaN is ignored
-  u32 c;
-  asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-  return c;
-}
-
-__device__ __forceinline__ u32 smaller(u32 a, u32 b) {  // NaN is ignored
-  u32 c;
-  asm("min.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-  return c;
-}
-
-__device__ __forceinline__ u32 smaller_or_nan(u32 a, u32 b) {
-  u32 c;
-  asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-  return c;
-}
+#define OF_TWO(name, instruction)                                   \
+  __device__ __forceinline__ u32 name(u32 a, u32 b) {               \
+    u32 c;                                                          \
+    asm(instruction " %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));     \
+    return c;                                                       \
+  }
+OF_TWO(times, "mul.rn.bf16x2")
+OF_TWO(plus, "add.rn.bf16x2")
+OF_TWO(minus, "sub.rn.bf16x2")
+OF_TWO(larger, "max.bf16x2")   // NaN is ignored
+OF_TWO(smaller, "min.bf16x2")  // NaN is ignored
+OF_TWO(smaller_or_nan, "min.NaN.bf16x2")
+OF_TWO(larger_halves, "max.u16x2")  // as whole numbers
 
 __device__ __forceinline__ u32 ones_where_number(u32 a) {  // all bits of a half that is no NaN
   u32 c;
   asm("set.num.u32.bf16x2 %0, %1, %1;" : "=r"(c) : "r"(a));
-  return c;
-}
-
-__device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {  // as whole numbers of 16 bits
-  u32 c;
-  asm("max.u16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
   return c;
 }
 
@@ -86,12 +58,6 @@ __device__ __forceinline__ u32 bytes_of(u32 a, u32 b, u32 selector) {
 
 __device__ __forceinline__ u32 shared_at(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-__device__ __forceinline__ u32 load1(u32 at) {
-  unsigned short h;
-  asm volatile("ld.shared.u8 %0, [%1];" : "=h"(h) : "r"(at));
-  return h;
-}
-
 __device__ __forceinline__ u32 load2(u32 at) {
   unsigned short h;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(h) : "r"(at));
@@ -111,16 +77,10 @@ __device__ __forceinline__ void matrices(u32* r, u32 at) {
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));
 }
 
-// c [16, 8] += a [16, 16] b [16, 8], BF16 with FP32 sums.
-__device__ __forceinline__ void mma(float* c, const u32* a, const u32* b) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-// A warpgroup's product: sum [64, 8 COUNT] += a [64, 16] b [8 COUNT, 16]^T, BF16 with FP32 sums. Warp w of four holds rows
-// 16 w .. of a and sum as `mma` holds its first operand and its sum; b lies in shared memory as `tile` says. It runs on
-// beside the threads: registers of a and b's memory have to stay until `multiplied` has seen it.
+// A warpgroup's product: sum [64, 8 COUNT] += a [64, 16] b [8 COUNT, 16]^T, BF16 with FP32 sums. Of warp w of four lane
+// 4g + t holds rows 16 w + g and g + 8: in a, columns 2t, 2t + 1 of both and then 2t + 8, 2t + 9 of both; in sum, for every
+// eight columns, 2t, 2t + 1 of one row and then of the other. b lies in shared memory as `tile` says. It runs on beside
+// the threads: registers of a and b's memory have to stay until `multiplied` has seen it.
 //
 // Where b begins (units of 16 bytes may be added), bytes from its columns k 0 .. 7 to k 8 .. 15, and from eight of its rows
 // to the next eight. Eight rows of eight numbers lie together, 128 bytes.
