@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,13 @@ def widened(config: dict[str, Any]) -> dict[str, Any]:
     groups = config["num_key_value_heads"]
     while groups * width % UNIT or groups * group * width % UNIT:
         groups += 1
+    wide = up(hidden, math.lcm(UNIT, groups * group))  # configurations of Llama ask for a multiple of the heads
     return config | {
-        "hidden_size": up(hidden),
+        "hidden_size": wide,
         "intermediate_size": up(config["intermediate_size"]),
         "num_key_value_heads": groups,
         "num_attention_heads": groups * group,
-        "rms_norm_eps": config["rms_norm_eps"] * hidden / up(hidden),
+        "rms_norm_eps": config["rms_norm_eps"] * hidden / wide,
     }
 
 

@@ -52,8 +52,12 @@ def quantization_of(plan: Plan, road: Road) -> Quantization:
         keep = {key: told[key] for key in ("quantization", "quantization_config") if told.get(key) is not None}
         return Quantization(arguments=keep)
     declared = {name: replace(t, sampler_activation=_input_for(road, t)) for name, t in plan.tensors.items()}
-    told = replace(plan, tensors=declared).to(road)
-    return Quantization(checkpoint={"quantization_config": told["quantization_config"]})
+    told = replace(plan, tensors=declared).to(road)["quantization_config"]
+    if told.get("quant_algo") == "MXFP8":  # vLLM 0.24 refuses ModelOpt's own name and reads the same layout by this one
+        told = {"quant_method": "mxfp8", "ignored_layers": told["ignore"]} | (
+            {"kv_cache_quant_algo": "FP8"} if "kv_cache_scheme" in told else {}
+        )
+    return Quantization(checkpoint={"quantization_config": told})
 
 
 def _input_for(road: Road, planned: TensorPlan) -> str | None:
