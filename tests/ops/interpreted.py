@@ -20,11 +20,24 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from onegrid.errors import CapabilityError, FormatError
 from onegrid.formats import QUANTIZERS, decode, elements, quantize, quantize_decode
 from onegrid.model.live import send
-from onegrid.ops import attention_triton, decode_triton, fused_triton, grouped_triton, quantize_triton
+from onegrid.ops import (
+    attention_triton,
+    decode_triton,
+    draw_triton,
+    fused_triton,
+    grouped_triton,
+    note_triton,
+    quantize_triton,
+)
 from onegrid.ops.arranged import arranged, room
+from onegrid.ops.draw import draw, uniform
 from onegrid.ops.grouped import by_expert, dispatch, take, wgrad_by_expert
 from onegrid.ops.operand import Operand, operand
 from onegrid.ops.producers import fuses
+from tests.bytes import assert_same_bytes
+from tests.ops import numbers_triton
+from tests.ops.test_note import assert_notes_as_rows_do
+from tests.sampler.test_draw import any_streams
 
 np.seterr(all="ignore")
 generator = torch.Generator().manual_seed(0)
@@ -65,7 +78,7 @@ def index(tensor, scope, patch=interpreter._patch_lang_tensor):
 
 interpreter._patch_lang_tensor = index
 InterpreterBuilder.get_bf16, InterpreterBuilder.create_dot = constant, dot
-fused_triton._mul, fused_triton.libdevice = product, Library
+fused_triton._mul, fused_triton.libdevice, draw_triton.libdevice = product, Library, Library
 grouped_triton.EXACT = tl.constexpr(False)
 
 
@@ -195,7 +208,24 @@ def experts() -> None:
             assert (grouped_triton.grouped_wgrad(dy, sent, places) - want).abs().max() < 1e-3
 
 
+def steps() -> None:
+    """Uniform numbers of any stream, draws from a few ids and from many, and what a step notes of them."""
+    here = torch.device("cpu")
+    stream, position = any_streams(here)
+    assert_same_bytes(numbers_triton.numbers(stream, position), uniform(stream, position))
+    for width in (1, 3, 512, 1500):
+        logp = torch.log_softmax(torch.randn(24, width, generator=generator) * 3, dim=-1)
+        logp[3, : width - 1], logp[4, 1:] = -torch.inf, -torch.inf
+        some = slice(7, 7 + len(logp))
+        have, want = (way(logp, stream[some], position[some]) for way in (draw_triton.draw, draw))
+        assert_same_bytes(have, want, f"{width} ids")  # no threshold lies within an ulp of exp of a boundary
+        broken = torch.full_like(logp, torch.nan)
+        token, _, finite = draw_triton.draw(broken, stream[some], position[some])
+        assert not finite.any() and (token >= 0).all() and (token < width).all()
+    assert_notes_as_rows_do(note_triton.note, range(25), here)
+
+
 if __name__ == "__main__":
-    for check in (attention, columns_and_codes, chains, experts):
+    for check in (attention, columns_and_codes, chains, experts, steps):
         check()
         print(check.__name__)

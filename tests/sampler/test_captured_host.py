@@ -47,7 +47,7 @@ def pair(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(torch.cuda, "Event", Arrived)
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
-    monkeypatch.setattr(Model, "inverse", property(lambda self: lambda p, u: self.weights.kernels.draw(p, u)[0]))
+    monkeypatch.setattr(Model, "draw", lambda self, *of: self.weights.kernels.draw(*of)[0])
 
     def make(model, preset, slots=16):
         one, other = (engine_of(model, preset, max_slots=slots) for _ in range(2))
@@ -97,6 +97,22 @@ def test_routes_of_experts_are_those_of_the_steps_one_by_one(pair):
     assert_same_bytes([r.routing_RLE for r in have], [r.routing_RLE for r in want])
 
 
+def test_routes_of_a_response_that_fills_its_slot_are_all_there(pair):
+    one, other = pair("moe", "bf16")
+    requests = requests_of(2, samples=2, record_routing=True, stop_token_ids=(), max_new_tokens=63)
+    want, have = one.generate(requests), other.generate(requests)
+    assert [len(r.tokens_R) + len(r.request.prompt_tokens) for r in have] == [other.config.max_len] * 2
+    assert_same_bytes([r.routing_RLE for r in have], [r.routing_RLE for r in want])
+
+
+def test_logits_of_a_few_rows_at_a_time_give_the_same_bytes(pair, monkeypatch):
+    one, other = pair("dense", "mxfp8", slots=48)
+    requests = requests_of(40, stop_token_ids=tuple(range(0, 40, 3)))
+    want = bytes_of(one.generate(requests))
+    monkeypatch.setattr(graphs, "LOGITS", 1)
+    assert_same_bytes(bytes_of(other.generate(requests)), want)
+
+
 def test_a_call_that_breaks_off_in_the_middle_leaves_nothing_to_the_next(pair):
     one, other = pair("dense", "mxfp8")
     requests = requests_of(20, samples=1, stop_token_ids=tuple(range(0, 40, 4)))
@@ -127,9 +143,9 @@ def test_logits_that_are_not_finite_in_the_last_step_are_refused_too(pair):
     _, other = pair("dense", "bf16")
     real, calls = other.weights.kernels.draw, []
 
-    def draw(logp, uniform):
+    def draw(*of):
         calls.append(None)
-        token, token_logp, finite = real(logp, uniform)
+        token, token_logp, finite = real(*of)
         return token, token_logp, finite & (len(calls) < 4)
 
     other.weights.kernels = dataclasses.replace(other.weights.kernels, draw=draw)

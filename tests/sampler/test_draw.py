@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onegrid.ops.draw import draw, triton_draw
+from onegrid.ops.draw import MIX, WEYL, draw, triton_draw, uniform
 from onegrid.ops.logprob import log_probs
-from onegrid.sampler.draw import inverse_cdf, kept_set, mix, stream, streams, truncates, uniform
+from onegrid.sampler.draw import inverse_cdf, kept_set, mix, stream, streams, truncates
 from onegrid.types import Request, Sampling
 from tests.bytes import assert_same_bytes
 
@@ -58,6 +58,44 @@ def test_tensors_and_integers_give_the_same_uniform_numbers(device):
         expected = [(mix((stream(r) + (position + 1) * step) % 2**64) >> 11) / 2**53 for r in requests]
         assert got == expected
         assert all(0 <= u < 1 for u in got)
+
+
+def stream_of(number: float, position: int) -> int:
+    """A stream whose uniform number at `position` is this one: the finalizer, backwards. As int64."""
+    word = int(number * 2.0**53) << 11
+    word ^= word >> 31 ^ word >> 62
+    for shift, multiplier in reversed(MIX):
+        word = word * pow(multiplier, -1, 2**64) % 2**64
+        word ^= word >> shift ^ word >> 2 * shift
+    word = (word - (position + 1) * WEYL) % 2**64
+    return word - (word >> 63 << 64)
+
+
+def any_streams(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Streams of any bits, the top one too, at positions up to 2^31: int64 [6000] each."""
+    generator = torch.Generator().manual_seed(5)
+    word_N = torch.randint(-(2**63), 2**63 - 1, (6000,), generator=generator)
+    position_N = torch.randint(0, 2**31 + 1, (6000,), generator=generator)
+    word_N[:4], position_N[:4] = torch.tensor([0, -1, -(2**63), 2**63 - 1]), 2**31
+    position_N[4:2000] %= 5000
+    return word_N.to(device), position_N.to(device)
+
+
+def test_uniform_numbers_of_any_stream_are_those_of_integers_and_have_a_way_back():
+    word_N, position_N = any_streams(torch.device("cpu"))
+    have = uniform(word_N, position_N).tolist()
+    for number, word, position in zip(have, word_N.tolist(), position_N.tolist(), strict=True):
+        assert number == (mix((word + (position + 1) * WEYL) % 2**64) >> 11) / 2**53
+    for number in (0.0, 1 - 2.0**-53, 0.5, *have[:50]):
+        words = torch.tensor([stream_of(number, 3)])
+        assert uniform(words, torch.full_like(words, 3)).item() == number
+
+
+def test_uniform_numbers_within_the_kernel_of_the_draw_have_the_bytes_of_the_definition(gpu):
+    from tests.ops.numbers_triton import numbers
+
+    word_N, position_N = any_streams(gpu)
+    assert_same_bytes(numbers(word_N, position_N), uniform(word_N, position_N))
 
 
 def test_streams_differ_in_every_coordinate():
@@ -151,12 +189,14 @@ def test_a_draw_by_blocks_is_the_draw(width, device):
     logp_NV[4, 1:] = -math.inf
     uniform_N = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(device)
     uniform_N[0], uniform_N[1], uniform_N[2] = 0.0, 1 - 2.0**-53, 0.5
+    position_N = torch.arange(40, device=device) * 2**26
+    stream_N = torch.tensor([stream_of(u, 2**26 * row) for row, u in enumerate(uniform_N.tolist())], device=device)
     ways = [draw] if device.type == "cpu" else [draw, triton_draw]
     # Two orders of FP64 sums differ by 1e-13 at most; none of these 40 thresholds lies that near a boundary.
     want_N = inverse_cdf(logp_NV, uniform_N)
     for way in ways:
-        got_N, got_logp_N, finite_N = way(logp_NV, uniform_N)
+        got_N, got_logp_N, finite_N = way(logp_NV, stream_N, position_N)
         assert got_N.tolist() == want_N.tolist()
         assert_same_bytes(got_logp_N, logp_NV.gather(1, want_N[:, None]).squeeze(1))
         assert finite_N.tolist() == [width == 1 or row not in (3, 4) for row in range(40)]
-        assert 0 <= int(way(torch.full_like(logp_NV[:1], math.nan), uniform_N[:1])[0]) < width
+        assert 0 <= int(way(torch.full_like(logp_NV[:1], math.nan), stream_N[:1], position_N[:1])[0]) < width

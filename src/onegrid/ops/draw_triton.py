@@ -1,7 +1,8 @@
-"""`ops.draw` on NVIDIA GPUs: one kernel sums blocks, a second picks, instead of some forty launches.
+"""`ops.draw` on NVIDIA GPUs: one kernel sums blocks, a second picks, instead of some sixty launches.
 
-Sums are FP64 in another order than the definition's, so the promise is `bound`: another token only where the uniform
-number falls within some 1e-13 of a boundary.
+Uniform numbers have the definition's bytes: whole numbers of 64 bits and one exact product. Sums are FP64 in another
+order than the definition's, so the promise is `bound`: another token only where the uniform number falls within some
+1e-13 of a boundary.
 """
 
 import triton
@@ -10,11 +11,12 @@ from torch import Tensor, float64, int8, int64
 from torch import bool as bool_
 from triton.language.extra import libdevice
 
-from onegrid.ops.draw import BLOCK
+from onegrid.ops.draw import BLOCK, MIX, WEYL
 from onegrid.ops.early import begin, options
 
 _TOGETHER = 8
 """Blocks of one program."""
+_STEP, _SHIFT_1, _TIMES_1, _SHIFT_2, _TIMES_2 = map(tl.constexpr, (WEYL, *MIX[0], *MIX[1]))
 
 
 @triton.jit
@@ -32,8 +34,18 @@ def _sums(logp, sums, finite, width, num_blocks, BLOCK: tl.constexpr, TOGETHER: 
 
 
 @triton.jit
+def uniform(stream, position):
+    """`ops.draw.uniform` of int64 numbers."""
+    x = stream.to(tl.uint64) + (position + 1).to(tl.uint64) * _STEP
+    x = (x ^ (x >> _SHIFT_1)) * _TIMES_1
+    x = (x ^ (x >> _SHIFT_2)) * _TIMES_2
+    x = x ^ (x >> 31)
+    return (x >> 11).to(tl.float64) * 2.0**-53
+
+
+@triton.jit
 def _pick(
-    logp, uniform, sums, finite, token, token_logp, all_finite, width, num_blocks,
+    logp, stream, position, sums, finite, token, token_logp, all_finite, width, num_blocks,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
@@ -42,7 +54,7 @@ def _pick(
     there = b < num_blocks
     cdf = tl.cumsum(tl.load(sums + row * num_blocks + b, mask=there, other=0.0), 0)
     good = tl.min(tl.load(finite + row * num_blocks + b, mask=there, other=1).to(tl.int32), 0)
-    threshold = tl.load(uniform + row) * tl.max(cdf, 0)
+    threshold = uniform(tl.load(stream + row), tl.load(position + row)) * tl.max(cdf, 0)
     block = tl.minimum(tl.sum((there & (cdf <= threshold)).to(tl.int32), 0), num_blocks - 1)
     before = tl.max(tl.where(b < block, cdf, 0.0), 0)
     k = tl.arange(0, BLOCK)
@@ -58,8 +70,9 @@ def _pick(
     tl.store(all_finite + row, good.to(tl.int8))
 
 
-def draw(logp_NV: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def draw(logp_NV: Tensor, stream_N: Tensor, position_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Token int64, its log-probability FP32, and whether the row is finite: all [N]."""
+    assert stream_N.is_contiguous() and position_N.is_contiguous()
     logp_NV = logp_NV.contiguous()
     num_rows, width = logp_NV.shape
     num_blocks = triton.cdiv(width, BLOCK)
@@ -73,7 +86,7 @@ def draw(logp_NV: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             **options(logp_NV.device),
         )  # fmt: skip
         _pick[(num_rows,)](
-            logp_NV, uniform_N, sums, finite, token, token_logp, all_finite, width, num_blocks,
+            logp_NV, stream_N, position_N, sums, finite, token, token_logp, all_finite, width, num_blocks,
             BLOCK=BLOCK, BLOCKS=triton.next_power_of_2(num_blocks), num_warps=4,
             **options(logp_NV.device),
         )  # fmt: skip

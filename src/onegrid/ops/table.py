@@ -27,6 +27,7 @@ from onegrid.ops.activation import swiglu
 from onegrid.ops.draw import draw, triton_draw
 from onegrid.ops.implementations import TABLE, Implementation
 from onegrid.ops.norm import rms_norm
+from onegrid.ops.note import Next, note, triton_note
 from onegrid.ops.operand import Operand
 from onegrid.ops.packed_attention import Segments, packed_attention, triton_packed_attention, triton_slots
 
@@ -45,8 +46,10 @@ class Kernels:
     swiglu: Callable[[Tensor, Tensor], Tensor]
     residual_norm_operand: Callable[[Tensor, Tensor, Tensor, float, Quantizer], tuple[Tensor, Operand]]
     swiglu_operand: Callable[[Tensor, Tensor, Quantizer], Operand]
-    draw: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    draw: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     """On a GPU; a CPU draws from one running sum, `sampler.draw`."""
+    note: Callable[..., Next]
+    """What a captured step does with what was drawn."""
     packed_attention: Callable[[Tensor, Tensor, Tensor, Segments], Tensor]
     slots: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
     """(q, k, v, keys, values, position): one new token a slot, written to the cache and attended from; None where
@@ -69,6 +72,7 @@ PLAIN = Kernels(
     residual_norm_operand=producers.residual_norm,
     swiglu_operand=producers.gated,
     draw=draw,
+    note=note,
     packed_attention=packed_attention,
 )
 
@@ -81,6 +85,7 @@ TRITON = Kernels(
     residual_norm_operand=producers.triton_residual_norm,
     swiglu_operand=producers.triton_gated,
     draw=triton_draw,
+    note=triton_note,
     packed_attention=triton_packed_attention,
     slots=triton_slots,
 )

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from onegrid.errors import NonFiniteError
 from onegrid.ops.logprob import log_probs
+from onegrid.ops.note import ENDED, FINITE, LENGTH, STOPPED
 from onegrid.sampler.cache import Cache, PrefixStore
 from onegrid.sampler.draw import truncates
 from onegrid.sampler.generation import Generation
-from onegrid.sampler.graphs import ENDED, FINITE, LENGTH, STOPPED, Graphs
+from onegrid.sampler.graphs import Graphs
 from onegrid.sampler.prefill import Model, prefill
 from onegrid.sampler.stops import DecodeText, text_of
 from onegrid.types import Request, Rollout, Sampling

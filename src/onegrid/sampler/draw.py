@@ -11,17 +11,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from onegrid.ops.draw import MIX, WEYL
 from onegrid.types import Request, Sampling
 
-WEYL = 0x9E3779B97F4A7C15
-"""2^64 divided by the golden ratio, odd: the step of splitmix64's counter."""
-_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _WORD = (1 << 64) - 1
 
 
 def mix(word: int) -> int:
     """Finalizer of splitmix64 on 64-bit words. Source: Steele, Lea, Flood, "Fast splittable generators" (2014)."""
-    for shift, multiplier in _MIX:
+    for shift, multiplier in MIX:
         word = ((word ^ (word >> shift)) * multiplier) & _WORD
     return word ^ (word >> 31)
 
@@ -43,24 +41,11 @@ def streams(requests: Sequence[Request], device: torch.device) -> Tensor:
     return torch.tensor([w - (1 << 64) if w >> 63 else w for w in words], dtype=torch.int64, device=device)
 
 
-def uniform(stream_N: Tensor, position_N: Tensor) -> Tensor:
-    """FP64 in [0, 1): the top 53 bits of mix(stream + (position + 1) WEYL) times 2^-53, exact.
-
-    stream_N    int64 from `streams`
-    position_N  int64, 0 for the first token of the response
-    """
-    x_N = stream_N + (position_N + 1) * _signed(WEYL)
-    for shift, multiplier in _MIX:
-        x_N = (x_N ^ _shift_right(x_N, shift)) * _signed(multiplier)
-    x_N = x_N ^ _shift_right(x_N, 31)
-    return _shift_right(x_N, 11).double() * 2.0**-53
-
-
 def inverse_cdf(logp_NV: Tensor, uniform_N: Tensor) -> Tensor:
     """First id, in vocabulary order, whose cumulative probability exceeds uniform times the total. int64.
 
     logp_NV    FP32 log-probabilities; -inf has probability zero and is never drawn
-    uniform_N  FP64 in [0, 1)
+    uniform_N  FP64 in [0, 1), see `ops.draw.uniform`
     Probabilities are exp in FP32, summed in FP64 in ascending id. uniform * total stays below total, because uniform
     is at most 1 - 2^-53 and the product then rounds to a neighbour below.
     """
@@ -91,11 +76,3 @@ def kept_set(logp_NV: Tensor, sampling: Sampling) -> Tensor:
         keep_NV &= sum_NV - p_NV < sampling.top_p * sum_NV[:, -1:]
         keep_NV[:, 0] = True
     return torch.zeros_like(keep_NV).scatter_(1, order_NV, keep_NV)
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
-
-
-def _shift_right(x_N: Tensor, bits: int) -> Tensor:
-    return (x_N >> bits) & ((1 << (64 - bits)) - 1)  # torch shifts the sign in

@@ -15,9 +15,10 @@ from torch import Tensor
 from onegrid.errors import CapabilityError, SyncError
 from onegrid.formats import dequantize
 from onegrid.model.canonical import Canonical, Snapshot, format_of, parts_of, raw_bytes
+from onegrid.ops.draw import uniform
 from onegrid.ops.logprob import log_probs
 from onegrid.sampler.base import Capabilities, Live
-from onegrid.sampler.draw import inverse_cdf, kept_set, streams, truncates, uniform
+from onegrid.sampler.draw import inverse_cdf, kept_set, streams, truncates
 from onegrid.sampler.intake import Intake
 from onegrid.sampler.stops import DecodeText, hit_stop_string, hit_stop_token, text_of
 from onegrid.types import Bucket, Manifest, Piece, Request, Rollout

@@ -13,7 +13,7 @@ from onegrid.model.decoder import Rows
 from onegrid.ops.logprob import CHUNK_ELEMENTS, log_probs
 from onegrid.ops.pins import TILE
 from onegrid.sampler.cache import Cache, DecodeAttend, Prefilled, PrefixStore
-from onegrid.sampler.draw import kept_set, streams, truncates, uniform
+from onegrid.sampler.draw import kept_set, streams, truncates
 from onegrid.sampler.prefill import Model, chunks, prefill
 from onegrid.sampler.scheduler import Scheduler
 from onegrid.sampler.stops import DecodeText, hit_stop_string, hit_stop_token, text_of
@@ -109,7 +109,7 @@ class Generation:
             token_N = logits_NV.argmax(dim=-1)
         else:
             stream_N = self.stream_Q[self.scheduler.request_S[rows]]
-            token_N = self.model.inverse(logp_NV, uniform(stream_N, self.scheduler.length_S[rows]))
+            token_N = self.model.draw(logp_NV, stream_N, self.scheduler.length_S[rows])
         return token_N, logp_NV.gather(1, token_N[:, None]).squeeze(1)
 
     def retire(self) -> Iterator[tuple[int, Rollout]]:

@@ -17,9 +17,9 @@ from onegrid.model.decoder import Rows
 from onegrid.model.live import spans_rows
 from onegrid.ops.capture import capturing, early_launches
 from onegrid.ops.logprob import log_probs
+from onegrid.ops.note import ENDED, FINITE
 from onegrid.ops.pins import TILE, round_up
 from onegrid.sampler.cache import Cache, DecodeAttend
-from onegrid.sampler.draw import uniform
 from onegrid.sampler.prefill import Model
 from onegrid.sampler.serving import Addresses, read_addresses
 from onegrid.types import Sampling
@@ -29,9 +29,6 @@ LOGITS = 1 << 26
 
 MOST = 256
 """Captured steps that are kept: a few Samplings in all their buckets. A server is asked for any temperature."""
-
-ENDED, STOPPED, FINITE, LENGTH = range(4)
-"""Rows of `State.report_4S`."""
 
 
 @dataclass(slots=True)
@@ -55,7 +52,7 @@ class State:
     forced_S: Tensor
     """int64: token to take instead of a drawn one, for probes; -1 draws."""
     report_4S: Tensor
-    """int64: ended, stopped by a token, every logit so far finite, length; for the host."""
+    """int64, rows of `ops.note`: ended, stopped by a token, every logit so far finite, length; for the host."""
     routing_SRLK: Tensor | None = None
     """int16: experts of the position whose output draws token r, where a Sampling has asked for them."""
 
@@ -185,47 +182,32 @@ def step(
 ) -> None:
     """One token for each of the first `num_rows` slots that has not ended. Waits for nothing."""
     rows = slice(num_rows)
-    hidden_ND, length_N = state.hidden_SD[rows], state.length_S[rows]
-    ended_N = state.report_4S[ENDED, rows] != 0
-    random_N = uniform(state.stream_S[rows], length_N)
+    hidden_ND, stream_N, length_N = state.hidden_SD[rows], state.stream_S[rows], state.length_S[rows]
     chunk = max(TILE, LOGITS // model.weights.spec.vocab_size // TILE * TILE)
-    drawn = [
-        _draw(model, hidden_ND[i : i + chunk], random_N[i : i + chunk], temperature) for i in range(0, num_rows, chunk)
-    ]
-    token_N, logp_N, finite_N = (torch.cat(p) if len(p) > 1 else p[0] for p in zip(*drawn, strict=True))
-    token_N = torch.where(state.forced_S[rows] < 0, token_N, state.forced_S[rows])
+    parts = [slice(start, start + chunk) for start in range(0, num_rows, chunk)]
+    drawn = [_draw(model, hidden_ND[p], stream_N[p], length_N[p], temperature) for p in parts]
+    token_N, logp_N, finite_N = (torch.cat(x) if len(x) > 1 else x[0] for x in zip(*drawn, strict=True))
+    after = model.weights.kernels.note((token_N, logp_N, finite_N), state, stop_K, len(model.rope[0]))
 
-    column_N1 = length_N.clamp(max=state.tokens_SR.shape[1] - 1)[:, None]
-    for held_SR, new_N in ((state.tokens_SR[rows], token_N), (state.logp_SR[rows], logp_N)):
-        held_SR.scatter_(1, column_N1, torch.where(ended_N[:, None], held_SR.gather(1, column_N1), new_N[:, None]))
-    length_N += ~ended_N
-    stop_N = ~ended_N & (token_N[:, None] == stop_K).any(dim=1)
-    state.report_4S[STOPPED, rows] |= stop_N
-    state.report_4S[ENDED, rows] |= stop_N | (length_N >= state.limit_S[rows])
-    state.report_4S[FINITE, rows] &= finite_N | ended_N
-    state.report_4S[LENGTH, rows] = length_N
-
-    position_N = (state.prompt_S[rows] + length_N - 1).clamp(min=0, max=len(model.rope[0]) - 1)
-    attend = DecodeAttend(cache, position_N, None, model.weights.kernels)
+    attend = DecodeAttend(cache, after.position_N, None, model.weights.kernels)
     routes: list[Tensor] | None = [] if record_routing else None
     # Where one scale spans all rows, those that nobody owns, or that ended just now, must not have a say in it.
     spanned = any(map(spans_rows, model.weights.activation.values()))
-    owned_N = state.report_4S[ENDED, rows] == 0 if spanned else None
-    hidden_ND.copy_(model.hidden(Rows(tokens_N=token_N, positions_N=position_N, mask_N=owned_N), attend, routes))
+    next_rows = Rows(tokens_N=after.token_N, positions_N=after.position_N, mask_N=after.owned_N if spanned else None)
+    hidden_ND.copy_(model.hidden(next_rows, attend, routes))
     if routes is not None and state.routing_SRLK is not None:
-        # Of a slot that has ended nothing is read behind its length; a full one's clamped column keeps what it has.
-        held_SRLK = state.routing_SRLK[rows]
-        at_N = length_N.clamp(max=held_SRLK.shape[1] - 1)
-        row_N = torch.arange(num_rows, device=length_N.device)
-        full_N111 = (length_N > at_N)[:, None, None]
-        held_SRLK[row_N, at_N] = torch.where(full_N111, held_SRLK[row_N, at_N], torch.stack(routes, dim=1))
+        # Of a slot that has ended nothing is read behind its length, less than R: a prompt has a token at least.
+        new_N1LK = torch.stack(routes, dim=1)[:, None]
+        state.routing_SRLK[rows].scatter_(1, length_N[:, None, None, None].expand_as(new_N1LK), new_N1LK)
 
 
-def _draw(model: Model, hidden_ND: Tensor, random_N: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def _draw(
+    model: Model, hidden_ND: Tensor, stream_N: Tensor, position_N: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Token, its log-probability, and whether all of them are finite, which they are not where a logit is not."""
     logits_NV = model.logits(hidden_ND)
     logp_NV = log_probs(logits_NV, temperature)
-    token_N, token_logp_N, finite_N = model.weights.kernels.draw(logp_NV, random_N)
+    token_N, token_logp_N, finite_N = model.weights.kernels.draw(logp_NV, stream_N, position_N)
     if temperature == 0:
         token_N = logits_NV.argmax(dim=-1)
         token_logp_N = logp_NV.gather(1, token_N[:, None]).squeeze(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as with_fields
 from itertools import accumulate
@@ -14,6 +14,7 @@ from onegrid.model.decoder import Attend, Rows, decode_rows, head_name
 from onegrid.model.kv import kv_grid
 from onegrid.model.live import LiveWeights
 from onegrid.model.taps import Tapped, Taps
+from onegrid.ops.draw import uniform
 from onegrid.ops.logprob import logits
 from onegrid.ops.packed_attention import segments_of
 from onegrid.sampler.cache import PrefillAttend, Prefilled
@@ -45,12 +46,11 @@ class Model:
             kernels=self.weights.kernels,
         )
 
-    @property
-    def inverse(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """The draw from log-probabilities by uniform numbers."""
+    def draw(self, logp_NV: Tensor, stream_N: Tensor, position_N: Tensor) -> Tensor:
+        """Tokens, int64 [N], from FP32 log-probabilities and where their uniform numbers come from, int64."""
         if self.weights.device.type != "cuda":
-            return inverse_cdf
-        return lambda logp_NV, uniform_N: self.weights.kernels.draw(logp_NV, uniform_N)[0]
+            return inverse_cdf(logp_NV, uniform(stream_N, position_N))
+        return self.weights.kernels.draw(logp_NV, stream_N, position_N)[0]
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """FP32 [N, V]."""
