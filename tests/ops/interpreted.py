@@ -129,6 +129,30 @@ def attention() -> None:
         raise AssertionError(f"{heads} over {groups} of {width} was not refused")
 
 
+def decoding() -> None:
+    """Positions beside the borders of tiles and chunks, 1, 4 and 8 query heads to a key head, any split."""
+    positions = [0, 63, 64, 255, 256, 321]
+    for heads, groups in ((1, 1), (4, 1), (8, 1)):
+        q, k, v = (normal(322, n, 16) for n in (heads, groups, groups))
+        want, _ = attention_triton.prefill(q, k, v, torch.tensor([0]), torch.tensor([322]), 322)
+        for num_keys, all_splits in ((256, (None,)), (328, (0, 2))):
+            at = torch.tensor([p for p in positions if p < num_keys])
+            shape = (len(at), groups, num_keys, 16)
+            full = [torch.full(shape, 1e30).bfloat16() for _ in range(2)]
+            for slots, x in zip(full, (k, v), strict=True):
+                for slot, position in enumerate(at.tolist()):
+                    slots[slot, :, : position + 1] = x[: position + 1].transpose(0, 1)
+            if num_keys > 256:
+                assert same(attention_triton.decode(q[at], *full, at), want[at]), heads
+            for splits in all_splits:
+                held = [x.clone() for x in full]
+                for x in held:
+                    x[torch.arange(len(at)), :, at] = float("nan")  # nobody may read what was there before
+                got = attention_triton.decode(q[at], *held, at, new=(k[at], v[at]), splits=splits)
+                assert same(got, want[at]), (heads, splits, num_keys)
+                assert all(map(same, held, full))
+
+
 def columns_and_codes() -> None:
     """Any bits, one column, transposed inputs; any codes of every quantizer that the kernel says it covers."""
     counts = [0, 0]
@@ -226,6 +250,6 @@ def steps() -> None:
 
 
 if __name__ == "__main__":
-    for check in (attention, columns_and_codes, chains, experts, steps):
+    for check in (attention, decoding, columns_and_codes, chains, experts, steps):
         check()
         print(check.__name__)

@@ -126,7 +126,7 @@ def test_decode_equals_prefill(heads, speed, gpu):
     count = len(positions)
     keys, values = (torch.full((count, num_groups, 1280, width), 7.0, device="cuda").bfloat16() for _ in range(2))
     keys[:, :, :length], values[:, :, :length] = k.transpose(0, 1), v.transpose(0, 1)
-    for splits in (None, 1, 3, 5):
+    for splits in (None, 0, 1, 3, 5):
         out = attention_triton.decode(q[positions], keys, values, positions, warps=warps, stages=stages, splits=splits)
         assert_same_bytes(out, whole[positions], f"splits {splits}")
     one = attention_triton.decode(q[positions[-1:]], keys[-1:], values[-1:], positions[-1:])

@@ -30,6 +30,12 @@ TILE = 64
 WIDTHS = (16, 32, 64, 128, 256)
 """Head widths that the kernels cover."""
 
+FEW_CHUNKS = 4
+"""Chunks of a sequence that one program may walk while other multiprocessors are free."""
+
+AHEAD_BYTES = 24 << 20
+"""Of keys and values, sent for before a decode kernel may begin: half of an H200's L2 cache."""
+
 LOG2_E = 1.4426950408889634
 _EMPTY = tl.constexpr(float("-inf"))
 
@@ -114,49 +120,75 @@ def _prefill(
 
 
 @triton.jit
+def _ahead(k_at, v_at, chunk, last, ahead, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """Sends for the first `ahead` keys and values of a chunk, as far as they are before `last`, to the L2 cache.
+
+    A hint to the memory system: nothing is read, so nothing can be read too early. Rows lie one after another.
+    """
+    first = chunk * CHUNK
+    num_bytes = tl.minimum(last - first, ahead) * (2 * WIDTH)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; setp.gt.and.s32 p, $3, 0, p; "
+        "@p cp.async.bulk.prefetch.L2.global [$1], $3; @p cp.async.bulk.prefetch.L2.global [$2], $3; mov.u32 $0, t; }",
+        "=r,l,l,r", [(k_at + first * WIDTH).to(tl.int64), (v_at + first * WIDTH).to(tl.int64), num_bytes],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def _decode(
     q, k, v, k_new, v_new, part_largest, part_weight, part_total, out, position_B,
     stride_q, stride_k_new, stride_v_new, stride_kb, stride_kg, stride_ks, stride_vb, stride_vg, stride_vs, scale,
-    num_heads, max_chunks,
+    num_heads, max_chunks, num_keys, ahead,
     REPEAT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
     NEW: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """NEW: the last key and value are still to be written to the cache; whoever reads them does it.
-    WHOLE: there is one chunk, so this finishes as prefill does; else states are merged by `_decode_merge`."""
-    begin(EARLY)
+    WHOLE: this walks all chunks and finishes as prefill does; else states are merged by `_decode_merge`.
+    ahead: keys of a chunk that are on their way to the L2 cache before this may begin, and while the chunk before it
+    is walked."""
     group, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    position = tl.load(position_B + b).to(tl.int32)
+    k_at, v_at = k + b * stride_kb + group * stride_kg, v + b * stride_vb + group * stride_vg
+    if EARLY:  # a position read here may be an old one: it says what to send for, within the cache, and nothing else
+        hint = tl.minimum(tl.load(position_B + b, cache_modifier=".cg").to(tl.int32) + 1, num_keys)
+        _ahead(k_at, v_at, tl.program_id(0), hint, ahead, WIDTH, CHUNK)
+    begin(EARLY)
+    position = tl.load(position_B + b, cache_modifier=".cg").to(tl.int32)  # not from L1, where the old one may lie
     r, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    if NEW:  # asked for together with position and query, and stored without a branch: one latency, not three
+        k_D = tl.load(k_new + b * stride_k_new + group * WIDTH + d)
+        v_D = tl.load(v_new + b * stride_v_new + group * WIDTH + d)
     head = group * REPEAT + r
     at = b * stride_q + (head * WIDTH)[:, None] + d[None, :]
     q_MD = tl.load(q + at, mask=(r < REPEAT)[:, None], other=0.0)
-    position_M = tl.full([ROWS], 0, tl.int32) + position
-    k_at, v_at = k + b * stride_kb + group * stride_kg, v + b * stride_vb + group * stride_vg
     if NEW:
-        if position // CHUNK % tl.num_programs(0) == tl.program_id(0):
-            to = position.to(tl.int64)
-            tl.store(k_at + to * stride_ks + d, tl.load(k_new + b * stride_k_new + group * WIDTH + d))
-            tl.store(v_at + to * stride_vs + d, tl.load(v_new + b * stride_v_new + group * WIDTH + d))
+        mine = d >= 0
+        if not WHOLE:
+            mine = mine & (position // CHUNK % tl.num_programs(0) == tl.program_id(0))
+        to = position.to(tl.int64)
+        tl.store(k_at + to * stride_ks + d, k_D, mask=mine)
+        tl.store(v_at + to * stride_vs + d, v_D, mask=mine)
         tl.debug_barrier()
-    if WHOLE:
-        part_largest, part_weight, part_total = _chunk(
-            q_MD, k_at, v_at, stride_ks, stride_vs, 0, position + 1, position_M, scale, ROWS, WIDTH, TILE
+    position_M = tl.full([ROWS], 0, tl.int32) + position
+    largest = tl.full([ROWS], _EMPTY, tl.float32)
+    weight, total = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
+    for chunk in range(tl.program_id(0), position // CHUNK + 1, tl.num_programs(0)):
+        end = tl.minimum((chunk + 1) * CHUNK, position + 1)
+        if EARLY:
+            _ahead(k_at, v_at, chunk + tl.num_programs(0), position + 1, ahead, WIDTH, CHUNK)
+        chunk_largest, chunk_weight, chunk_total = _chunk(
+            q_MD, k_at, v_at, stride_ks, stride_vs, chunk * CHUNK, end, position_M, scale, ROWS, WIDTH, TILE
         )
-        largest = tl.full([ROWS], _EMPTY, tl.float32)
-        weight, total = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
-        largest, weight, total = _merge(largest, weight, total, part_largest, part_weight, part_total)
+        if WHOLE:
+            largest, weight, total = _merge(largest, weight, total, chunk_largest, chunk_weight, chunk_total)
+        else:
+            place = (b * num_heads + head) * max_chunks + chunk
+            tl.store(part_largest + place, chunk_largest, mask=r < REPEAT)
+            tl.store(part_weight + place, chunk_weight, mask=r < REPEAT)
+            tl.store(part_total + place[:, None] * WIDTH + d[None, :], chunk_total, mask=(r < REPEAT)[:, None])
+    if WHOLE:
         place = (b * num_heads + head)[:, None] * WIDTH + d[None, :]
         tl.store(out + place, _finish(weight, total), mask=(r < REPEAT)[:, None])
-    else:
-        for chunk in range(tl.program_id(0), position // CHUNK + 1, tl.num_programs(0)):
-            end = tl.minimum((chunk + 1) * CHUNK, position + 1)
-            largest, weight, total = _chunk(
-                q_MD, k_at, v_at, stride_ks, stride_vs, chunk * CHUNK, end, position_M, scale, ROWS, WIDTH, TILE
-            )
-            place = (b * num_heads + head) * max_chunks + chunk
-            tl.store(part_largest + place, largest, mask=r < REPEAT)
-            tl.store(part_weight + place, weight, mask=r < REPEAT)
-            tl.store(part_total + place[:, None] * WIDTH + d[None, :], total, mask=(r < REPEAT)[:, None])
 
 
 @triton.jit
@@ -164,9 +196,9 @@ def _decode_merge(
     part_largest, part_weight, part_total, out, position_B, num_heads, max_chunks,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, HEADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    begin(EARLY)
     head, b = tl.program_id(0) * HEADS + tl.arange(0, HEADS), tl.program_id(1).to(tl.int64)
-    position = tl.load(position_B + b).to(tl.int32)
+    position = tl.load(position_B + b, cache_modifier=".cg").to(tl.int32)  # `_decode` comes before, and has waited
+    begin(EARLY)
     d = tl.arange(0, WIDTH)
     row = b * num_heads + head
     inside = head < num_heads
@@ -213,8 +245,21 @@ def prefill(
 
 
 def num_splits(num_sequences: int, num_groups: int, max_chunks: int, multiprocessors: int = 132) -> int:
-    """Programs that share the chunks of one sequence and key head: enough for four on each multiprocessor."""
-    return max(1, min(max_chunks, -(-4 * multiprocessors // (num_sequences * num_groups))))
+    """Programs that share the chunks of one sequence and key head: enough for four on each multiprocessor.
+
+    0: one walks them all as in prefill, and nothing is merged. So where sequences alone are two on a multiprocessor, as
+    long as none is so long that the others would wait for it; with more of them the merge is hidden.
+    """
+    programs = num_sequences * num_groups
+    if max_chunks == 1 or (max_chunks <= FEW_CHUNKS and 1.5 * multiprocessors <= programs <= 4 * multiprocessors):
+        return 0
+    return max(1, min(max_chunks, -(-4 * multiprocessors // programs)))
+
+
+def num_ahead(programs: int, width: int, multiprocessors: int = 132) -> int:
+    """Keys of a chunk that each of `programs` sends for before it may begin: what fits the L2 cache together."""
+    keys = AHEAD_BYTES // (min(programs, 4 * multiprocessors) * 4 * width)
+    return min(CHUNK, keys // TILE * TILE)
 
 
 def decode(
@@ -226,8 +271,9 @@ def decode(
     new: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
     warps: int = 4,
-    stages: int = 2,
+    stages: int | None = None,
     splits: int | None = None,
+    ahead: int | None = None,
 ) -> Tensor:
     """One query per sequence over cached keys: BF16 [N, H, D], the bytes that `prefill` gives for that position.
 
@@ -235,24 +281,31 @@ def decode(
     k_SGLD, v_SGLD   BF16 slots [S, G, positions, D], any strides but 1 along D, S at least N
     position_N       int64 or int32, on the device; keys 0 .. position are seen
     new              BF16 [N, G, D] key and value of position_N, which are written to the cache first
-    warps, stages, splits  change the speed only
+    warps, stages, splits, ahead  change the speed only; see `num_splits` and `num_ahead` for the last two
     Nothing here waits for the device, and no shape depends on positions, so that it can be captured.
     """
     num_rows, num_heads, width = q_NHD.shape
     repeat = _check(q_NHD, k_SGLD[0].transpose(0, 1), v_SGLD[0].transpose(0, 1))
-    max_chunks = triton.cdiv(k_SGLD.shape[2], CHUNK)
-    num_groups = k_SGLD.shape[1]
-    splits = splits or num_splits(num_rows, num_groups, max_chunks)
-    whole = max_chunks == 1
+    num_groups, num_keys = k_SGLD.shape[1:3]
+    max_chunks = triton.cdiv(num_keys, CHUNK)
+    splits = num_splits(num_rows, num_groups, max_chunks) if splits is None else splits
+    whole = splits == 0 or max_chunks == 1
+    programs = 1 if whole else splits
+    if stages is None:  # two tiles under way where shared memory has room for all programs at once
+        stages = 3 if whole and width <= 128 else 2
+    if not (_lies_together(k_SGLD) and _lies_together(v_SGLD)):
+        ahead = 0
+    elif ahead is None:
+        ahead = num_ahead(programs * num_groups * num_rows, width)
     count = 0 if whole else num_rows * num_heads * max_chunks
     states = empty(count, width + 2, dtype=float32, device=q_NHD.device).flatten()
     largest, weight, total = states[:count], states[count : 2 * count], states[2 * count :]
     out = q_NHD.new_empty(q_NHD.shape) if out is None else out
     k_new, v_new = (q_NHD, q_NHD) if new is None else new
-    _decode[(splits, num_groups, num_rows)](
+    _decode[(programs, num_groups, num_rows)](
         q_NHD, k_SGLD, v_SGLD, k_new, v_new, largest, weight, total, out, position_N,
         q_NHD.stride(0), k_new.stride(0), v_new.stride(0), *k_SGLD.stride()[:3], *v_SGLD.stride()[:3],
-        scale_of(width), num_heads, max_chunks,
+        scale_of(width), num_heads, max_chunks, num_keys, ahead,
         REPEAT=repeat, ROWS=max(16, triton.next_power_of_2(repeat)), WIDTH=width, TILE=TILE, CHUNK=CHUNK,
         NEW=new is not None, WHOLE=whole, num_warps=warps, num_stages=stages, **options(q_NHD.device),
     )  # fmt: skip
@@ -265,6 +318,12 @@ def decode(
         **options(q_NHD.device),
     )  # fmt: skip
     return out
+
+
+def _lies_together(x_SGLD: Tensor) -> bool:
+    """Whether the rows of a head lie one after another, from a multiple of 16 bytes: what the bulk engine can bring."""
+    slot, group, row, _ = x_SGLD.stride()
+    return row == x_SGLD.shape[-1] and not (slot % 8 or group % 8 or x_SGLD.data_ptr() % 16)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> int:
