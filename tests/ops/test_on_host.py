@@ -9,6 +9,7 @@ from onegrid.ops.codes_cuda import THREADS as WRITERS
 from onegrid.ops.codes_cuda import knows, launch_of
 from onegrid.ops.linear import matmul
 from onegrid.ops.operand import operand, operand_of
+from onegrid.ops.packed_cuda import threads_of
 from onegrid.ops.quantize_cuda import RULES, THREADS
 from tests.bytes import assert_same_bytes
 from tests.ops.on_host import run_on_host
@@ -32,7 +33,7 @@ def whole_numbers(*shape, seed):
     ],
 )
 def test_a_packed_matmul_is_that_of_decoded_weights(tmp_path, weight, forms, halves, pairs, depth, columns):
-    k, rows, stages = 3 * depth, 16 * pairs, 2
+    k, rows, stages = 3 * depth, 16 * pairs, 3 if depth == 128 else 2
     quantizer = QUANTIZERS[weight]
     w = whole_numbers(columns, k, seed=1)
     w[:, ::3] *= 8
@@ -48,7 +49,7 @@ def test_a_packed_matmul_is_that_of_decoded_weights(tmp_path, weight, forms, hal
     out = torch.full((rows, columns), float("nan"), dtype=torch.bfloat16)
     factors = [x, x] if a.row is None else [a.row.contiguous(), whole.row.contiguous()]
     run_on_host(
-        tmp_path, "packed.cu", "packed_matmul", -(-columns // (32 * halves * forms)), 128 * forms + 160,
+        tmp_path, "packed.cu", "packed_matmul", -(-columns // (32 * halves * forms)), threads_of(forms),
         [arranged(x), q.codes, q.scales, *factors, out, columns, k], **macros,
     )  # fmt: skip
     assert_same_bytes(out, matmul(a, whole))

@@ -14,7 +14,7 @@
 #define STEPS (KS / 16)
 #define MATRIX_WARPS (4 * FORMS)
 #define COLUMNS (32 * HALVES * FORMS)
-#define COPIERS 128  // threads
+#define COPIERS (FORMS < 3 ? 128 : 96)  // threads; with a warp less every thread may have 16 to 32 more registers
 #define FOUR (BITS == 4)
 #define W_BYTES (KS * BITS / 8)
 #define W_ROW (W_BYTES + 16)  // eight rows of 16 bytes lie in different banks
@@ -24,19 +24,26 @@
 #define X_AT (COLUMNS * W_ROW)
 #define S_AT (X_AT + X_ALL)
 #define STAGE_BYTES ((S_AT + COLUMNS * S_BYTES + 127) / 128 * 128)
-#define AT_ONCE (FORMS == 1 || FORMS * MT < 7 ? 4 : 2)  // steps that are decoded together
+static_assert(KS > 128 || STAGES > 2, "codes are read eight steps ahead, while the stage before is not given back yet");
+#define AT_ONCE (FORMS < 4 || MT < 2 ? 4 : 2)  // steps that are decoded together
 
 // Codes of four steps of column g, and of g + 8 where HALVES is 2, in w[step][half].
-__device__ __forceinline__ void load_codes(u32 (*w)[HALVES], u32 at, int step) {
+struct Codes {
+  u32 w[4][HALVES];
+};
+
+__device__ __forceinline__ Codes codes_of(u32 at, int step) {
+  Codes c;
 #if FOUR
 #pragma unroll
   for (int s = 0; s < 4; s++)
 #pragma unroll
-    for (int half = 0; half < HALVES; half++) w[s][half] = load2(at + half * 8 * W_ROW + (step + s) * 8);
+    for (int half = 0; half < HALVES; half++) c.w[s][half] = load2(at + half * 8 * W_ROW + (step + s) * 8);
 #else
 #pragma unroll
-  for (int i = 0; i < HALVES; i++) matrices(&w[4 / HALVES * i][0], at + step * 16 + i * 32);
+  for (int i = 0; i < HALVES; i++) matrices(&c.w[4 / HALVES * i][0], at + step * 16 + i * 32);
 #endif
+  return c;
 }
 
 // BF16 pairs (0, 2) and (1, 3) of four codes.
@@ -99,7 +106,6 @@ extern "C" __global__ void __launch_bounds__(32 * MATRIX_WARPS + COPIERS + 32, 1
     barriers_made();
   }
   __syncthreads();
-  let_next_begin();
 
   if (warp == MATRIX_WARPS + COPIERS / 32) {
     wait_for_former();
@@ -143,10 +149,15 @@ extern "C" __global__ void __launch_bounds__(32 * MATRIX_WARPS + COPIERS + 32, 1
 #endif
   const u32 s_lane = S_AT + column * S_BYTES;
   float sum[MT * 8] = {};
-  u32 a[2][AT_ONCE][4] = {}, m[HALVES][WORDS][4], scales_of[HALVES][WORDS], w[2][4][HALVES];
+  u32 a[2][AT_ONCE][4], m[HALVES][WORDS][4], scales_of[HALVES][WORDS];
   u32 slot = 0, phase = 0, at = base;
   wait(full, 0);
-  load_codes(w[0], at + w_lane, 0);
+  Codes now = codes_of(at + w_lane, 0), next = codes_of(at + w_lane, 4), after;  // of these four steps, of four later
+#if HALVES == 1
+#pragma unroll
+  for (int i = 0; i < 2 * AT_ONCE; i++)  // columns that are not there: any numbers, each one that no compiler writes anew
+    a[i / AT_ONCE][i % AT_ONCE][1] = load4(at + 8 * i), a[i / AT_ONCE][i % AT_ONCE][3] = load4(at + 8 * i + 4);
+#endif
 #pragma unroll
   for (int half = 0; half < HALVES; half++) load_scales(scales_of[half], at + s_lane + half * 8 * S_BYTES, t);
   for (int stage = 0; stage < num_stages; stage++) {
@@ -157,26 +168,24 @@ extern "C" __global__ void __launch_bounds__(32 * MATRIX_WARPS + COPIERS + 32, 1
     for (int half = 0; half < HALVES; half++) to_multipliers(m[half], scales_of[half]);
 #pragma unroll
     for (int s = 0; s < STEPS; s += AT_ONCE) {
-      if (s % 4 == 0) {  // what comes four steps later
-        if (s + 4 < STEPS) {
-          load_codes(w[(s / 4 + 1) & 1], at + w_lane, s + 4);
-        } else {
+      if (s % 4 == 0) {  // what comes eight steps later
+        if (s + 8 == STEPS) {
           if (++slot == STAGES) slot = 0, phase ^= 1;
           at = base + slot * STAGE_BYTES;
           if (stage + 1 < num_stages) {
             wait(full + 8 * slot, phase);
-            load_codes(w[0], at + w_lane, 0);
 #pragma unroll
             for (int half = 0; half < HALVES; half++) load_scales(scales_of[half], at + s_lane + half * 8 * S_BYTES, t);
           }
         }
+        if (s + 8 < STEPS || stage + 1 < num_stages) after = codes_of(at + w_lane, (s + 8) % STEPS);
       }
       u32(*const to)[4] = a[s / AT_ONCE & 1];
 #pragma unroll
       for (int i = 0; i < AT_ONCE; i++) {
 #pragma unroll
         for (int half = 0; half < HALVES; half++)
-          decode(to[i][half], to[i][2 + half], w[s / 4 & 1][(s + i) % 4][half], multiplier(m[half], s + i));
+          decode(to[i][half], to[i][2 + half], now.w[(s + i) % 4][half], multiplier(m[half], s + i));
       }
       registers_written<4 * AT_ONCE>(to[0]);
 #pragma unroll
@@ -187,6 +196,7 @@ extern "C" __global__ void __launch_bounds__(32 * MATRIX_WARPS + COPIERS + 32, 1
         __syncwarp();
         if (lane == 0) arrive(before);
       }
+      if ((s + AT_ONCE) % 4 == 0) now = next, next = after;
     }
   }
   all_multiplied<8 * MT>(sum);

@@ -95,8 +95,13 @@ def packed_matmul(a: Operand, weight: Packed, row_N: Tensor | None) -> Tensor:
     run = kernel("packed.cu", "packed_matmul", shared_bytes=shared_bytes, EARLY=early, **tiling)
     args = [ordered, weight.codes, weight.scales, *factors, out, num_columns, depth]
     blocks = -(-num_columns // (_COLUMNS * tiling["FORMS"] * tiling["HALVES"]))
-    run((blocks, 1, 1), (128 * tiling["FORMS"] + 160, 1, 1), args, shared_bytes)
+    run((blocks, 1, 1), (threads_of(tiling["FORMS"]), 1, 1), args, shared_bytes)
     return out
+
+
+def threads_of(forms: int) -> int:
+    """Of a block of so many warpgroups, with those that copy weights (COPIERS in `packed.cu`) and a warp for rows."""
+    return 128 * forms + (128 if forms < 3 else 96) + 32
 
 
 def _tiling(weight: Packed, pairs: int) -> tuple[dict[str, int], int]:
@@ -113,7 +118,8 @@ def _tiling(weight: Packed, pairs: int) -> tuple[dict[str, int], int]:
     for size in _DEPTHS if e8m0 else (_STEP,):
         stage = _stage_bytes(**found, KS=size)
         stages = min(_MOST_STAGES, _SHARED_BYTES // stage)
-        if depth % size == 0 and stages >= 2 and (forms < 3 or size < 512):  # ptxas lets no two products overlap there
+        fitting = stages >= 3 if size == 128 else stages >= 2  # codes are read half a stage of 256 ahead
+        if depth % size == 0 and fitting and (forms < 3 or size < 512):  # ptxas lets no two products overlap there
             fits.append(({**found, "KS": size, "STAGES": stages}, stages * stage))
     return next((one for one in fits if one[0]["STAGES"] >= 3), fits[-1])
 
