@@ -161,10 +161,10 @@ def update_vllm(options: argparse.Namespace, preset: str, ready: Ready) -> dict[
 
     config = config_of(options)
     spec = ModelSpec.from_hf_config(config)
-    recipe = PRESETS[preset]
     say("makes a learner")
-    if options.device == "cpu":  # where vLLM has no kernel for MXFP8
-        recipe = replace(recipe, rules=tuple(replace(r, sampler_activation=None) for r in recipe.rules))
+    # What quantizes no inputs: Marlin, which vLLM takes for MXFP8 on Hopper, and the plain engine that a CPU gets.
+    rules = tuple(replace(r, sampler_activation=None) for r in PRESETS[preset].rules)
+    recipe = replace(PRESETS[preset], rules=rules)
     plan = resolve(recipe, config, tensor_shapes(spec))
     device = torch.device(options.device)
     learner = Learner(spec, plan, random_tensors(spec, device), LearnerConfig(), device=device)
@@ -175,8 +175,7 @@ def update_vllm(options: argparse.Namespace, preset: str, ready: Ready) -> dict[
     )  # fmt: skip
     say("starts vLLM")
     sampler = VllmSampler(spec, config, plan, settings, max_len=128, max_slots=16)
-    off = ("audit",)  # it names Marlin's BF16 inputs, which a plan that a checkpoint can carry does not say
-    guard = guard_of(GuardConfig(unknown="record", probe_band=100.0, off=off), learner, sampler)
+    guard = guard_of(GuardConfig(unknown="record", probe_band=100.0), learner, sampler)
 
     def plain() -> None:
         learner.version += 1

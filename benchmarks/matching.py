@@ -83,8 +83,8 @@ ARMS: dict[str, Arm] = {
     "nvfp4 / nvfp4 inputs": Arm(learner=FP4, sampler=FP4),
     "nvfp4 / decoded": Arm(learner=FP4, sampler=("nvfp4", None)),
     "nvfp4 / bf16": Arm(learner=FP4, sampler=(None, None)),
-    "mxfp8 / marlin": Arm(learner=MX, sampler=MX, road="modelopt", inputs=False, gpu=True),
-    "nvfp4 / marlin": Arm(learner=FP4, sampler=("nvfp4", "nvfp4"), road="modelopt", inputs=False, gpu=True),
+    "mxfp8 / marlin": Arm(learner=MX, sampler=("mxfp8", None), road="compressed-tensors", inputs=False, gpu=True),
+    "nvfp4 / marlin": Arm(learner=FP4, sampler=("nvfp4", None), road="compressed-tensors", inputs=False, gpu=True),
     "fp8 block fp32 / vllm block": Arm(learner=FP32, sampler=FP32, road="deepseek", inputs=False, gpu=True),
     "fp8 block / vllm block": Arm(learner=POW2, sampler=FP32, road="deepseek", inputs=False, gpu=True),
 }
@@ -108,8 +108,8 @@ CLAIMS = [
 def plan_of(arm: Arm, hf_config: dict[str, Any], folder: Path) -> Plan:
     """The plan of both sides.
 
-    Where this script quantizes the inputs, or nobody does, the plan says BF16 for them; a checkpoint's layout names the
-    inputs of its format, whatever the kernel does with them: Marlin keeps them in BF16.
+    Where this script quantizes the inputs, or nobody does, the plan says BF16 for them. Marlin keeps them in BF16.
+    vLLM's kernels read one global factor for q, k and v together, so on the way to them NVFP4's is shared.
     """
     weight, activation = arm.learner
     own = arm.road != "decoded"
@@ -123,7 +123,9 @@ def plan_of(arm: Arm, hf_config: dict[str, Any], folder: Path) -> Plan:
         for name in ("gate_proj", "up_proj")
     ]  # fmt: skip
     rules = (rest,) if weight is None else (*(left if arm.half else []), linear, rest)
-    return resolve(Recipe(name="arm", source="benchmarks/matching.py", rules=rules), hf_config, read_index(folder))
+    shared = arm.road not in ("decoded", "embedded")
+    recipe = Recipe(name="arm", source="benchmarks/matching.py", rules=rules, share_qkv_amax=shared)
+    return resolve(recipe, hf_config, read_index(folder))
 
 
 def quantize_inputs(sampler: Any, arm: Arm) -> int:

@@ -330,6 +330,14 @@ def test_a_global_scale_gives_back_the_amax_of_every_bf16_weight():
             assert_same_bytes(back.amax, q.amax)
 
 
+def test_weights_with_bf16_inputs_have_no_scale_of_inputs():
+    """vLLM has no parameter for one then, and refuses the checkpoint."""
+    assert layout_for("compressed-tensors", "nvfp4", "nvfp4_row").input_scale == "input_global_scale"
+    row = layout_for("compressed-tensors", "nvfp4", None)
+    q = quantize(torch.randn(32, 64).bfloat16(), QUANTIZERS["nvfp4"])
+    assert set(parts_on_disk(with_amax(q, q.amax), row)) == {"weight_packed", "weight_scale", "weight_global_scale"}
+
+
 def test_a_deepseek_checkpoint_with_latent_attention_and_extra_layer_converts_whole(tmp_path):
     settings, shapes = deepseek_v3(1)
     raw = {}

@@ -11,11 +11,12 @@ from onegrid.errors import CapabilityError, SyncError
 from onegrid.guard.audit import audit
 from onegrid.guard.freshness import fresh_sampler
 from onegrid.recipe import Rule, preset
+from onegrid.recipe.dialects.modules import FUSED, modules_of
 from onegrid.sampler.vllm import launch as launching
 from onegrid.sampler.vllm import load as loading
 from onegrid.sampler.vllm.wire import Quantization, quantization_of
 from tests.sampler.tiny import requests_of
-from tests.vllm.engines import Running, start
+from tests.vllm.engines import MODELS, Running, plan_of, start
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EXPERTS = "model.layers.1.mlp.experts"
@@ -45,7 +46,8 @@ def wrong_ignore(monkeypatch, change):
     def told(plan, road):
         right = quantization_of(plan, road)
         config = right.checkpoint["quantization_config"]
-        return Quantization(checkpoint={"quantization_config": config | {"ignore": change(config["ignore"])}})
+        key = "ignored_layers" if "ignored_layers" in config else "ignore"
+        return Quantization(checkpoint={"quantization_config": config | {key: change(config[key])}})
 
     monkeypatch.setattr(launching, "quantization_of", told)
 
@@ -62,6 +64,47 @@ def test_F1_and_F2_read_by_the_engines_own_matcher_are_named_by_the_audit(monkey
         with pytest.raises(SyncError):
             running.push()
         assert running.sampler.version is None
+    finally:
+        running.sampler.close()
+
+
+def test_the_engine_takes_the_written_configuration_by_its_name_and_reads_the_plans_exclusions():
+    """vLLM 0.24 refuses a configuration that another method claims for itself unless it has that method in a list."""
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
+
+    plan = plan_of(MODELS["untied"], "mxfp8", inputs=True)
+    told = quantization_of(plan, "modelopt").checkpoint["quantization_config"]
+    claims = {
+        name: get_quantization_config(name).override_quantization_method(told, None, hf_config=None)
+        for name in QUANTIZATION_METHODS
+    }
+    assert set(claims.values()) == {None}
+    read = get_quantization_config(told["quant_method"]).from_config(told)
+    assert type(read).__name__ == "ModelOptMxFp8Config"
+    read.packed_modules_mapping = FUSED
+    modules = modules_of(plan)
+    assert {m.weight for m in modules} == {None, "mxfp8"}
+    assert {m.name for m in modules if read.is_layer_excluded(m.name)} == {m.name for m in modules if m.weight is None}
+
+
+def test_a_refusal_without_a_text_is_told_by_its_type_and_place(monkeypatch):
+    """As vLLM 0.24's: a bare NotImplementedError, for a tied head beside weights in ModelOpt's layout."""
+    import vllm
+
+    def tie_weights(**arguments):
+        raise NotImplementedError
+
+    monkeypatch.setattr(vllm, "LLM", tie_weights)
+    with pytest.raises(CapabilityError, match=r"NotImplementedError: .*tie_weights in .*test_faults.py, line \d+"):
+        start("dense", "bf16")
+
+
+def test_a_tied_llama_takes_codes_in_the_layout_of_compressed_tensors():
+    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    running = start("dense", "mxfp8", road="compressed-tensors", emulate=True, change=llama)
+    try:
+        running.push()
+        assert audit(running.plan, running.sampler).passed
     finally:
         running.sampler.close()
 

@@ -6,7 +6,7 @@ of NVFP4 is a multiplier in ModelOpt and a divisor in compressed-tensors, which 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from onegrid.errors import RecipeError
@@ -127,7 +127,10 @@ COMPANIONS = (*SCALES, *GLOBALS, *INPUTS)
 
 
 def layout_for(layout: str, weight: str, activation: str | None) -> Layout:
-    """The row in which a layout ("modelopt", "sglang", ...) keeps a weight. RecipeError if it cannot."""
+    """The row in which a layout ("modelopt", "sglang", ...) keeps a weight. RecipeError if it cannot.
+
+    Where inputs stay in BF16 there is no scale of theirs: engines have no place for it and refuse the checkpoint.
+    """
     if layout not in METHODS:
         raise RecipeError(f"no layout {layout!r}; layouts: {', '.join(METHODS)}")
     try:
@@ -137,7 +140,8 @@ def layout_for(layout: str, weight: str, activation: str | None) -> Layout:
         raise RecipeError(
             f"layout {layout!r}: {error}; layouts that can: {', '.join(able) or 'none, change the recipe'}"
         ) from error
-    return next(row for row in LAYOUTS if (row.method, row.token) == (scheme.method, scheme.token))
+    found = next(row for row in LAYOUTS if (row.method, row.token) == (scheme.method, scheme.token))
+    return found if activation is not None else replace(found, input_scale=None)
 
 
 def _can_hold(layout: str, weight: str, activation: str | None) -> bool:

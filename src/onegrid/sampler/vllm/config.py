@@ -18,7 +18,8 @@ class VllmConfig:
     road: Road = "decoded"
     """"decoded": grid values in a plain engine, which always runs; activations are then not quantized, and the plan
     must say so. "modelopt", "compressed-tensors" or "deepseek": codes and scales in that layout, for kernels that read
-    them. "online": the engine gets grid values and quantizes them itself."""
+    them; vLLM 0.24 ties no head of a Llama beside "modelopt". "online": the engine gets grid values and quantizes them
+    itself."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """What the engine computes in. FP32 is slow on GPUs, and an oracle for the learner on a CPU."""
     apart: bool = False

