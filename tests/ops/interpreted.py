@@ -24,6 +24,7 @@ from onegrid.ops import (
     attention_triton,
     decode_triton,
     draw_triton,
+    experts_triton,
     fused_triton,
     grouped_triton,
     note_triton,
@@ -31,9 +32,10 @@ from onegrid.ops import (
 )
 from onegrid.ops.arranged import arranged, room
 from onegrid.ops.draw import draw, uniform
-from onegrid.ops.grouped import by_expert, dispatch, take, wgrad_by_expert
+from onegrid.ops.grouped import bring_back, by_expert, dispatch, take, wgrad_by_expert
 from onegrid.ops.operand import Operand, operand
 from onegrid.ops.producers import fuses
+from onegrid.ops.routing import route
 from tests.bytes import assert_same_bytes
 from tests.ops import numbers_triton
 from tests.ops.test_note import assert_notes_as_rows_do
@@ -70,6 +72,14 @@ def dot(self, a, b, d, *_):
     return TensorHandle((wide(a) @ wide(b) + d.data).astype(np.float32), d.dtype.scalar)
 
 
+def cast(self, x, to, cut=InterpreterBuilder.cast_impl):
+    """Rounded, where Triton 3.6's interpreter cuts FP32 to BF16."""
+    if (x.dtype.scalar, to.scalar) != (tl.float32, tl.bfloat16):
+        return cut(self, x, to)
+    rounded = torch.from_numpy(np.ascontiguousarray(x.data)).bfloat16()
+    return TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
+
+
 def index(tensor, scope, patch=interpreter._patch_lang_tensor):
     """NumPy 2.4 makes no number of an array of one; Triton 3.6 asks it to."""
     patch(tensor, scope)
@@ -77,8 +87,9 @@ def index(tensor, scope, patch=interpreter._patch_lang_tensor):
 
 
 interpreter._patch_lang_tensor = index
-InterpreterBuilder.get_bf16, InterpreterBuilder.create_dot = constant, dot
-fused_triton._mul, fused_triton.libdevice, draw_triton.libdevice = product, Library, Library
+InterpreterBuilder.get_bf16, InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = constant, dot, cast
+fused_triton._mul = experts_triton._mul = product
+fused_triton.libdevice, draw_triton.libdevice = Library, Library
 grouped_triton.EXACT = tl.constexpr(False)
 
 
@@ -232,6 +243,35 @@ def experts() -> None:
             assert (grouped_triton.grouped_wgrad(dy, sent, places) - want).abs().max() < 1e-3
 
 
+def moves() -> None:
+    """Experts that tie, rows of NaN, one expert, rows that go nowhere, results of experts that nobody asked."""
+    for num, top_k, tokens, width, tile in (
+        (1, 1, 5, 16, 16),
+        (5, 3, 33, 1030, 4),
+        (40, 8, 16, 48, 16),
+        (7, 7, 1, 8, 1),
+    ):
+        probability = torch.softmax((torch.randn(tokens, num, generator=generator) * 2).round(), dim=-1)
+        probability[tokens // 2] = torch.nan
+        for normalize in (False, True):
+            expert, weight = experts_triton.choose(probability, top_k=top_k, normalize=normalize)
+            with mock.patch("onegrid.ops.routing._probabilities", lambda p, _: p):
+                want = route(probability, probability, top_k=top_k, normalize=normalize)
+            assert torch.equal(expert, want[0]), (num, top_k)
+            assert torch.equal(weight.nan_to_num(-1.0), want[1].nan_to_num(-1.0)), (num, top_k, normalize)
+        for mask in (None, torch.rand(tokens, generator=generator) < 0.7, torch.zeros(tokens, dtype=torch.bool)):
+            want = dispatch(expert, mask, num, tile=tile)
+            used, room_of = len(want.pair), len(want.pair) + 19
+            have = experts_triton.dispatch(expert, mask, num, room_of, tile)
+            assert torch.equal(have.end_E, want.end_E) and torch.equal(have.pair[:used], want.pair)
+            assert torch.equal(have.source[:used], want.source)
+            assert (have.pair[used:] == expert.numel()).all() and (have.source[used:] == tokens).all()
+            assert torch.equal(have.place_NK, torch.where(want.place_NK == used, room_of, want.place_NK))
+            y, extra = normal(room_of, width), torch.randn(tokens, width, generator=generator)
+            for more in (None, extra):
+                assert same(experts_triton.bring_back(y, have, weight, more), bring_back(y, have, weight, more))
+
+
 def steps() -> None:
     """Uniform numbers of any stream, draws from a few ids and from many, and what a step notes of them."""
     here = torch.device("cpu")
@@ -250,6 +290,6 @@ def steps() -> None:
 
 
 if __name__ == "__main__":
-    for check in (attention, decoding, columns_and_codes, chains, experts, steps):
+    for check in (attention, decoding, columns_and_codes, chains, experts, moves, steps):
         check()
         print(check.__name__)

@@ -11,14 +11,19 @@ from onegrid.ops.grouped import (
     Dispatch,
     Gather,
     Scatter,
+    bring_back,
     by_expert,
     dispatch,
     grouped_matmul,
     grouped_wgrad,
     take,
+    triton_bring_back,
+    triton_dispatch,
     wgrad_by_expert,
 )
 from onegrid.ops.operand import Operand, compute_dtype, operand
+from onegrid.ops.routing import route as route_by_definition
+from onegrid.ops.routing import triton_route
 from tests.bytes import assert_same_bytes
 
 PAIRS = [
@@ -114,3 +119,42 @@ def test_places_behind_the_last_expert_are_cleared_where_one_number_spans_all(de
     dirty = torch.full((len(places.source), 8), torch.nan, device=device)
     clean = places.cleared(dirty)
     assert int(clean.isnan().any(1).sum()) == 18 and not clean[places.source == 9].any()
+
+
+@pytest.mark.parametrize(("experts", "top_k", "tile"), [(1, 1, 16), (6, 2, 16), (60, 4, 128), (128, 8, 16)], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 16, 77, 256])
+def test_routes_places_and_results_of_few_tokens_have_the_bytes_of_their_definitions(
+    experts, top_k, tile, num_tokens, gpu
+):
+    x, router = draw(num_tokens, 64, device=gpu), draw(experts, 64, device=gpu, seed=1).float()
+    router[experts // 2 :] = router[: experts - experts // 2].clone()  # ties
+    x[num_tokens // 2, 0] = torch.nan
+    with torch.no_grad():
+        for normalize in (False, True):
+            have = triton_route(x, router, top_k=top_k, normalize=normalize)
+            want = route_by_definition(x, router, top_k=top_k, normalize=normalize)
+            assert_same_bytes([have[0], have[2]], [want[0], want[2]])
+            assert_same_bytes(have[1].nan_to_num(-1.0), want[1].nan_to_num(-1.0))
+        expert_NK, weight_NK, _ = have
+        weight_NK = weight_NK.nan_to_num(0.5)
+        for mask in (None, x[:, 1] > 0, x[:, 1] > 100):
+            places, want = (way(expert_NK, mask, experts, tile=tile) for way in (triton_dispatch, dispatch))
+            for name in ("place_NK", "source", "pair", "end_E"):
+                assert_same_bytes(getattr(places, name), getattr(want, name), name)
+            y = draw(len(places.pair), 1300, device=gpu, seed=2)
+            for extra in (None, draw(num_tokens, 1300, device=gpu, seed=3).float()):
+                ways = (way(y, places, weight_NK, extra) for way in (triton_bring_back, bring_back))
+                assert_same_bytes(*ways)
+
+
+def test_results_come_back_with_the_shared_part_and_are_rounded_once(device):
+    expert_NK = torch.tensor([[1, 0], [2, 1], [0, 2]], device=device)
+    places = dispatch(expert_NK, torch.tensor([True, True, False], device=device), 3, tile=4)
+    y, weight = draw(len(places.pair), 5, device=device), torch.rand(3, 2, device=device)
+    extra = torch.randn(3, 5, device=device)
+    have = bring_back(y, places, weight, extra)
+    for row in (0, 1):
+        one, two = (y[places.place_NK[row, slot]].float() * weight[row, slot] for slot in (0, 1))
+        assert_same_bytes(have[row], ((one + two) + extra[row]).bfloat16())
+    assert_same_bytes(have[2], extra[2].bfloat16())
+    assert_same_bytes(bring_back(y, places, weight)[2], torch.zeros(5, dtype=torch.bfloat16, device=device))

@@ -18,4 +18,4 @@ def test_kernels_are_right_or_refuse_at_shapes_that_no_model_has():
     script = Path(__file__).with_name("interpreted.py")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["attention", "decoding", "columns_and_codes", "chains", "experts", "steps"]
+    assert done.stdout.split() == ["attention", "decoding", "columns_and_codes", "chains", "experts", "moves", "steps"]

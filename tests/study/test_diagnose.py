@@ -14,6 +14,7 @@ from onegrid.guard.replay import weights_of
 from onegrid.model.canonical import Snapshot
 from onegrid.model.live import LiveWeights
 from onegrid.ops.linear import matmul
+from onegrid.ops.routing import route
 from onegrid.study import diagnose as causes
 from onegrid.study.corruptions import update
 from onegrid.study.diagnose import diagnose
@@ -145,23 +146,20 @@ def test_another_order_of_sums_is_named():
 
 
 def test_a_sampler_that_visits_other_experts_is_named_where_it_recorded_them(monkeypatch):
-    from onegrid.model import moe
-
-    right = moe.route
-
     def other(x_ND, router_ED, *, top_k, normalize, forced_NK=None):
         """The third instead of the second expert, for every other row: how an engine breaks what it takes for ties."""
-        found_NK = right(x_ND, router_ED, top_k=top_k + 1, normalize=normalize)[0]
+        found_NK = route(x_ND, router_ED, top_k=top_k + 1, normalize=normalize)[0]
         taken_NK = found_NK[:, :top_k].clone()
         taken_NK[::2, -1] = found_NK[::2, -1]
-        expert_NK, weight_NK, _ = right(x_ND, router_ED, top_k=top_k, normalize=normalize, forced_NK=taken_NK)
+        expert_NK, weight_NK, _ = route(x_ND, router_ED, top_k=top_k, normalize=normalize, forced_NK=taken_NK)
         return expert_NK, weight_NK, expert_NK
 
     bench = synced()
     asked = Sampling(max_new_tokens=6, record_routing=True)
     requests = [Request(prompt_index=i, sample=0, prompt_tokens=(3 + i,), seed=0, sampling=asked) for i in range(6)]
     with monkeypatch.context() as patch:
-        patch.setattr(moe, "route", other)
+        weights = bench.sampler.weights
+        patch.setattr(weights, "kernels", dataclasses.replace(weights.kernels, route=other))
         batch = batch_of(bench.sampler.generate(requests))  # prompts of one token, so that all experts are recorded
     found = diagnose(bench.learner, bench.sampler, batch)
     assert found.before.share_equal < 1

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from onegrid.model.spec import ModelSpec
 from onegrid.ops.activation import sigmoid
-from onegrid.ops.grouped import Gather, combine, dispatch
-from onegrid.ops.routing import NarrowLinear, route
+from onegrid.ops.routing import NarrowLinear
 from onegrid.ops.table import PLAIN, Kernels
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def moe_block(
     routes  gets the experts that the router chooses here, int16 [N, top_k]
     forced_NK  experts to visit instead, -1 where the router decides
     """
-    expert_NK, weight_NK, found_NK = route(
+    expert_NK, weight_NK, found_NK = kernels.route(
         h_ND,
         weights.tensor(f"{at}.gate.weight"),
         top_k=spec.top_k,
@@ -42,16 +41,12 @@ def moe_block(
     )
     if routes is not None:
         routes.append(found_NK.to(torch.int16))
-    if mask_N is None:
-        mask_N = torch.ones(len(h_ND), dtype=torch.bool, device=h_ND.device)
-    places = dispatch(expert_NK, mask_N, spec.num_experts, tile=weights.tile)
+    places = kernels.dispatch(expert_NK, mask_N, spec.num_experts, tile=weights.tile)
     experts = f"{at}.experts"
     gate, up = weights.linear((f"{experts}.gate_proj.weight", f"{experts}.up_proj.weight"), h_ND, places)
     out = weights.linear((f"{experts}.down_proj.weight",), kernels.swiglu(gate, up), places, sent=True)[0]
-    total = combine(Gather.apply(out, places), weight_NK)
-    if spec.shared_expert_intermediate_size:
-        total = total + shared_expert(weights, at, h_ND, kernels)
-    return total.to(torch.bfloat16)
+    shared_ND = shared_expert(weights, at, h_ND, kernels) if spec.shared_expert_intermediate_size else None
+    return kernels.bring_back(out, places, weight_NK, shared_ND)
 
 
 def mlp(weights: Weights, at: str, h_ND: Any, kernels: Kernels = PLAIN) -> Tensor:

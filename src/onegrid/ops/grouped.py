@@ -19,6 +19,9 @@ from onegrid.ops.linear import dot, matmul
 from onegrid.ops.operand import Operand
 from onegrid.ops.pins import TILE, round_up
 
+FEW = 4096
+"""Pairs of a token and an expert that every program of a kernel may look through."""
+
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
@@ -47,23 +50,21 @@ class Dispatch:
         return x_PD.masked_fill((self.pair == self.place_NK.numel())[:, None], 0.0)
 
 
-def dispatch(expert_NK: Tensor, mask_N: Tensor, num_experts: int, *, tile: int = TILE) -> Dispatch:
+def dispatch(expert_NK: Tensor, mask_N: Tensor | None, num_experts: int, *, tile: int = TILE) -> Dispatch:
     """Places of all (token, slot) pairs, experts ascending, tokens ascending inside an expert. Masked rows go nowhere.
 
-    expert_NK  int64 ids in 0 .. num_experts - 1; mask_N bool, False for padding rows. Zero tokens are valid.
+    expert_NK  int64 ids in 0 .. num_experts - 1; zero tokens are valid
+    mask_N     bool, False for padding rows; None: there is none
     tile       experts start at multiples of it
     """
     num_tokens, top_k = expert_NK.shape
     device, num_pairs = expert_NK.device, expert_NK.numel()
-    expert = torch.where(mask_N[:, None], expert_NK, num_experts).flatten()
+    expert = (expert_NK if mask_N is None else torch.where(mask_N[:, None], expert_NK, num_experts)).flatten()
     ascending, order = torch.sort(expert, stable=True)
     first = torch.searchsorted(ascending, torch.arange(num_experts + 1, device=device))
     count = first.diff()
     end_E = torch.cumsum((count + tile - 1) // tile * tile, 0)
-    if device.type == "cpu":
-        num_places = int(end_E[-1])
-    else:
-        num_places = round_up(num_pairs + min(num_experts, num_pairs) * (tile - 1), tile)
+    num_places = int(end_E[-1]) if device.type == "cpu" else _most_places(num_pairs, num_experts, tile)
     shift = torch.nn.functional.pad(end_E[:-1], (1, 1)) - first  # of the dropped ones: replaced below
     place = torch.empty_like(expert)
     place[order] = torch.arange(num_pairs, device=device) + shift[ascending]
@@ -72,6 +73,21 @@ def dispatch(expert_NK: Tensor, mask_N: Tensor, num_experts: int, *, tile: int =
     pair[place] = torch.arange(num_pairs, device=device)
     pair = pair[:num_places]
     return Dispatch(place.view(num_tokens, top_k), pair // top_k, pair, end_E.to(torch.int32))
+
+
+def triton_dispatch(expert_NK: Tensor, mask_N: Tensor | None, num_experts: int, *, tile: int = TILE) -> Dispatch:
+    """`dispatch` on NVIDIA GPUs: one kernel for up to FEW pairs."""
+    if not 0 < expert_NK.numel() <= FEW:
+        return dispatch(expert_NK, mask_N, num_experts, tile=tile)
+    from onegrid.ops import experts_triton
+
+    num_places = _most_places(expert_NK.numel(), num_experts, tile)
+    return experts_triton.dispatch(expert_NK, mask_N, num_experts, num_places, tile)
+
+
+def _most_places(num_pairs: int, num_experts: int, tile: int) -> int:
+    """The most places that so many pairs can need."""
+    return round_up(num_pairs + min(num_experts, num_pairs) * (tile - 1), tile)
 
 
 def grouped_matmul(a: Operand, b: Operand, places: Dispatch) -> Tensor:
@@ -165,3 +181,23 @@ def combine(y_NKD: Tensor, weight_NK: Tensor) -> Tensor:
     for slot in range(1, y_NKD.shape[1]):
         total = total + y_NKD[:, slot].float() * weight_NK[:, slot : slot + 1]
     return total
+
+
+def bring_back(y_PD: Tensor, places: Dispatch, weight_NK: Tensor, extra_ND: Tensor | None = None) -> Tensor:
+    """Results of experts to their tokens: `combine` of them, FP32, plus `extra_ND`, then one rounding to BF16 [N, D].
+
+    y_PD       BF16; places behind the last expert are not read
+    weight_NK  FP32
+    extra_ND   FP32, as of a shared expert
+    """
+    total = combine(Gather.apply(y_PD, places), weight_NK)
+    return (total if extra_ND is None else total + extra_ND).to(torch.bfloat16)
+
+
+def triton_bring_back(y_PD: Tensor, places: Dispatch, weight_NK: Tensor, extra_ND: Tensor | None = None) -> Tensor:
+    """`bring_back` on NVIDIA GPUs: one kernel where nobody asks for gradients."""
+    if torch.is_grad_enabled():
+        return bring_back(y_PD, places, weight_NK, extra_ND)
+    from onegrid.ops import experts_triton
+
+    return experts_triton.bring_back(y_PD, places, weight_NK, extra_ND)

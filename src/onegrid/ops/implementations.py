@@ -217,15 +217,48 @@ TABLE = (
         where="draw.triton_draw",
     ),
     Implementation(
-        operation="note what was drawn",
+        operation="route", name="plain", promise="definition", devices="all", shapes="all", where="routing.route"
+    ),
+    Implementation(
+        operation="route",
+        name="triton",
+        promise="bits",
+        devices="CUDA; not run here",
+        shapes="no gradient, nothing forced; the product and the softmax are the library's",
+        where="routing.triton_route",
+    ),
+    Implementation(
+        operation="dispatch", name="plain", promise="definition", devices="all", shapes="all", where="grouped.dispatch"
+    ),
+    Implementation(
+        operation="dispatch",
+        name="triton",
+        promise="bits",
+        devices="CUDA; not run here",
+        shapes="up to 4,096 pairs of a token and an expert",
+        where="grouped.triton_dispatch",
+    ),
+    Implementation(
+        operation="bring back",
         name="plain",
         promise="definition",
         devices="all",
         shapes="all",
-        where="note.note",
+        where="grouped.bring_back",
     ),
     Implementation(
-        operation="note what was drawn",
+        operation="bring back",
+        name="triton",
+        promise="bits",
+        devices="CUDA; not run here",
+        shapes="no gradient",
+        where="grouped.triton_bring_back",
+    ),
+    Implementation(
+        operation="note", name="plain", promise="definition", devices="all", shapes="all", where="note.note"
+    ),
+    Implementation(
+        operation="note",
         name="triton",
         promise="bits",
         devices="CUDA; not run here",

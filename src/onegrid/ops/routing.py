@@ -40,7 +40,7 @@ def route(
     forced_NK  recorded ids to take instead, -1 where nothing was recorded
     Differentiable in x and router through the weights. NaN in a row gives NaN weights in that row.
     """
-    probability_NE = torch.softmax(NarrowLinear.apply(x_ND, router_ED), dim=-1)
+    probability_NE = _probabilities(x_ND, router_ED)
     # A stable sort keeps the lower index first among equals; the library's top-k promises no order.
     found_NK = torch.sort(probability_NE.detach(), dim=-1, descending=True, stable=True).indices[:, :top_k]
     expert_NK = found_NK if forced_NK is None else torch.where(forced_NK < 0, found_NK, forced_NK.to(torch.int64))
@@ -51,3 +51,19 @@ def route(
             total = total + weight_NK[:, slot : slot + 1]
         weight_NK = weight_NK / total
     return expert_NK, weight_NK, found_NK
+
+
+def triton_route(
+    x_ND: Tensor, router_ED: Tensor, *, top_k: int, normalize: bool, forced_NK: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`route` on NVIDIA GPUs: one kernel behind the softmax where nobody asks for gradients and nothing is forced."""
+    if torch.is_grad_enabled() or forced_NK is not None:
+        return route(x_ND, router_ED, top_k=top_k, normalize=normalize, forced_NK=forced_NK)
+    from onegrid.ops import experts_triton
+
+    expert_NK, weight_NK = experts_triton.choose(_probabilities(x_ND, router_ED), top_k=top_k, normalize=normalize)
+    return expert_NK, weight_NK, expert_NK
+
+
+def _probabilities(x_ND: Tensor, router_ED: Tensor) -> Tensor:
+    return torch.softmax(NarrowLinear.apply(x_ND, router_ED), dim=-1)

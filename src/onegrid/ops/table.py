@@ -25,11 +25,13 @@ from onegrid.formats import Quantizer
 from onegrid.ops import chains, producers
 from onegrid.ops.activation import swiglu
 from onegrid.ops.draw import draw, triton_draw
+from onegrid.ops.grouped import Dispatch, bring_back, dispatch, triton_bring_back, triton_dispatch
 from onegrid.ops.implementations import TABLE, Implementation
 from onegrid.ops.norm import rms_norm
 from onegrid.ops.note import Next, note, triton_note
 from onegrid.ops.operand import Operand
 from onegrid.ops.packed_attention import Segments, packed_attention, triton_packed_attention, triton_slots
+from onegrid.ops.routing import route, triton_route
 
 __all__ = ["CHOICES", "PLAIN", "TABLE", "TRITON", "Implementation", "Kernels", "kernels_for"]
 CHOICES = ("auto", "plain", "triton")
@@ -46,6 +48,9 @@ class Kernels:
     swiglu: Callable[[Tensor, Tensor], Tensor]
     residual_norm_operand: Callable[[Tensor, Tensor, Tensor, float, Quantizer], tuple[Tensor, Operand]]
     swiglu_operand: Callable[[Tensor, Tensor, Quantizer], Operand]
+    route: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    dispatch: Callable[..., Dispatch]
+    bring_back: Callable[[Tensor, Dispatch, Tensor, Tensor | None], Tensor]
     draw: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     """On a GPU; a CPU draws from one running sum, `sampler.draw`."""
     note: Callable[..., Next]
@@ -71,6 +76,9 @@ PLAIN = Kernels(
     swiglu=swiglu,
     residual_norm_operand=producers.residual_norm,
     swiglu_operand=producers.gated,
+    route=route,
+    dispatch=dispatch,
+    bring_back=bring_back,
     draw=draw,
     note=note,
     packed_attention=packed_attention,
@@ -84,6 +92,9 @@ TRITON = Kernels(
     swiglu=chains.triton_swiglu,
     residual_norm_operand=producers.triton_residual_norm,
     swiglu_operand=producers.triton_gated,
+    route=triton_route,
+    dispatch=triton_dispatch,
+    bring_back=triton_bring_back,
     draw=triton_draw,
     note=triton_note,
     packed_attention=triton_packed_attention,
