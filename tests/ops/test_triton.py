@@ -136,6 +136,44 @@ def test_decode_equals_prefill(heads, speed, gpu):
     assert_same_bytes(attention_triton.decode(q[positions], keys, values, positions), whole[positions])
 
 
+@pytest.mark.parametrize("splits", [0, 1, 2])
+def test_decode_that_sends_for_keys_before_it_may_begin_uses_what_is_written_right_before_it(splits, gpu):
+    from onegrid.ops import attention_triton, fused_triton
+    from onegrid.ops.capture import capturing, early_launches
+
+    length, firsts = 600, [1, 64, 250]
+    q, k, v = (draw(length, n, 128, seed=i) for i, n in enumerate((8, 2, 2)))
+    angle = draw(length, 64, seed=3).float()
+    rope, every = (angle.cos(), angle.sin()), torch.arange(length, device="cuda")
+    q_turned, k_turned = fused_triton.heads(q, k, None, None, 1e-6, rope, every)
+    want = triton_packed_attention(q_turned, k_turned, v, segments_of([0], [length], length, "cuda"))
+    keys, values = (torch.full((3, 2, 640, 128), torch.nan, device="cuda").bfloat16() for _ in range(2))
+    for slot, first in enumerate(firsts):
+        keys[slot, :, :first] = k_turned[:first].transpose(0, 1)
+        values[slot, :, :first] = v[:first].transpose(0, 1)
+    position = torch.tensor(firsts, device="cuda") - 1
+
+    def step() -> Tensor:
+        after = position + 1
+        q_now, k_now = fused_triton.heads(q[after], k[after], None, None, 1e-6, rope, after)
+        v_now = v[after]
+        position.copy_(after)  # the kernel right before: what decode read too early is one position behind
+        return attention_triton.decode(q_now, keys, values, position, new=(k_now, v_now), splits=splits)
+
+    with early_launches():
+        step()  # compiles
+    position -= 1
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph), early_launches():
+        out = step()
+    found = []
+    for _ in range(length - firsts[-1]):
+        graph.replay()
+        found.append((position.clone(), out.clone()))
+    for at, have in found:
+        assert_same_bytes(have, want[at], str(at.tolist()))
+
+
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_gradients_are_those_of_float64_and_the_same_every_time(heads, gpu):
     q, k, v, segments = packed(heads, [1, 63, 257, 300])

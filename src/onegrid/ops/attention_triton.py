@@ -126,7 +126,7 @@ def _ahead(k_at, v_at, chunk, last, ahead, WIDTH: tl.constexpr, CHUNK: tl.conste
     A hint to the memory system: nothing is read, so nothing can be read too early. Rows lie one after another.
     """
     first = chunk * CHUNK
-    num_bytes = tl.minimum(last - first, ahead) * (2 * WIDTH)
+    num_bytes = tl.maximum(tl.minimum(last - first, ahead), 0) * (2 * WIDTH)
     tl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; setp.gt.and.s32 p, $3, 0, p; "
         "@p cp.async.bulk.prefetch.L2.global [$1], $3; @p cp.async.bulk.prefetch.L2.global [$2], $3; mov.u32 $0, t; }",
