@@ -87,6 +87,8 @@ ARMS: dict[str, Arm] = {
     "nvfp4 / marlin": Arm(learner=FP4, sampler=("nvfp4", None), road="compressed-tensors", inputs=False, gpu=True),
     "fp8 block fp32 / vllm block": Arm(learner=FP32, sampler=FP32, road="deepseek", inputs=False, gpu=True),
     "fp8 block / vllm block": Arm(learner=POW2, sampler=FP32, road="deepseek", inputs=False, gpu=True),
+    "fp8 block fp32 / same inputs": Arm(learner=FP32, sampler=FP32),
+    "fp8 block fp32 / decoded": Arm(learner=FP32, sampler=(FP32[0], None)),
 }
 CLAIMS = [
     ("mxfp8 / bf16", "bf16 / bf16"),
@@ -101,6 +103,9 @@ CLAIMS = [
     ("nvfp4 / bf16", "nvfp4 / nvfp4 inputs"),
     ("nvfp4 / bf16", "nvfp4 / decoded"),
     ("nvfp4 / bf16", "nvfp4 / marlin"),
+    ("nvfp4 / nvfp4 inputs", "nvfp4 / decoded"),
+    ("fp8 block fp32 / decoded", "fp8 block fp32 / same inputs"),
+    ("fp8 block fp32 / same inputs", "fp8 block fp32 / vllm block"),
 ]
 """First and second arm of each comparison: by how much is the second one's KL lower?"""
 
