@@ -245,7 +245,7 @@ def prefill(
 
 
 def num_splits(num_sequences: int, num_groups: int, max_chunks: int, multiprocessors: int = 132) -> int:
-    """Programs that share the chunks of one sequence and key head: enough for four on each multiprocessor.
+    """Programs that share the chunks of one sequence and key head: some four a multiprocessor, no more than shorten it.
 
     0: one walks them all as in prefill, and nothing is merged. So where sequences alone are two on a multiprocessor, as
     long as none is so long that the others would wait for it; with more of them the merge is hidden.
@@ -253,7 +253,8 @@ def num_splits(num_sequences: int, num_groups: int, max_chunks: int, multiproces
     programs = num_sequences * num_groups
     if max_chunks == 1 or (max_chunks <= FEW_CHUNKS and 1.5 * multiprocessors <= programs <= 4 * multiprocessors):
         return 0
-    return max(1, min(max_chunks, -(-4 * multiprocessors // programs)))
+    most = triton.cdiv(max_chunks, max(1, min(max_chunks, triton.cdiv(4 * multiprocessors, programs))))
+    return triton.cdiv(max_chunks, most)
 
 
 def num_ahead(programs: int, width: int, multiprocessors: int = 132) -> int:
