@@ -16,6 +16,7 @@ from onegrid.ops.grouped import (
     dispatch,
     grouped_matmul,
     grouped_wgrad,
+    rows_of,
     take,
     triton_bring_back,
     triton_dispatch,
@@ -142,6 +143,10 @@ def test_routes_places_and_results_of_few_tokens_have_the_bytes_of_their_definit
             for name in ("place_NK", "source", "pair", "end_E"):
                 assert_same_bytes(getattr(places, name), getattr(want, name), name)
             y = draw(len(places.pair), 1300, device=gpu, seed=2)
+            for held, index in ((x, places.source), (y[:, :7], places.place_NK), (weight_NK, places.source)):
+                assert_same_bytes(take(held, index), rows_of(held, index))
+                fp8 = held.contiguous().view(torch.float8_e4m3fn)
+                assert_same_bytes(take(fp8, index), rows_of(fp8.view(torch.uint8), index).view(fp8.dtype))
             for extra in (None, draw(num_tokens, 1300, device=gpu, seed=3).float()):
                 ways = (way(y, places, weight_NK, extra) for way in (triton_bring_back, bring_back))
                 assert_same_bytes(*ways)

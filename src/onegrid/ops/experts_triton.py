@@ -1,12 +1,12 @@
-"""Choosing experts, finding places for their tokens and bringing results back, as one kernel each on NVIDIA GPUs.
+"""Choosing experts, finding places for their tokens, and rows there and back, as one kernel each on NVIDIA GPUs.
 
-Whole numbers, comparisons, and sums in slot order whose products are rounded before they are added: the definitions'
-bytes. Without gradients, and for as few tokens as a decode step has, where launches would cost more than the work.
+Copies, whole numbers, comparisons, and sums in slot order whose products are rounded before they are added: the
+definitions' bytes. None has gradients. In a decode step launches would cost more than the work.
 """
 
 import triton
 import triton.language as tl
-from torch import Tensor, bfloat16, int32, int64
+from torch import Tensor, bfloat16, int8, int16, int32, int64
 
 from onegrid.ops.early import begin, options
 from onegrid.ops.fused_triton import _mul
@@ -16,6 +16,7 @@ _BLOCK = 1024
 """Numbers of a row that one program brings back."""
 _FILL = 128
 """Empty places that are written at once."""
+_BITS = {1: int8, 2: int16, 4: int32, 8: int64}
 
 
 @triton.jit
@@ -100,6 +101,16 @@ def _bring_back(
     tl.store(out + row * width + d, total.to(tl.bfloat16), mask=inside)
 
 
+@triton.jit
+def _take(x, index, out, num_rows, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    begin(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.load(index + row)
+    bits = tl.load(x + source * width + d, mask=(d < width) & (source < num_rows), other=0)
+    tl.store(out + row * width + d, bits, mask=d < width)
+
+
 def choose(probability_NE: Tensor, *, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     """Expert ids int64 and FP32 weights [N, k] of `ops.routing.route`, from its probabilities."""
     probability_NE = probability_NE.contiguous()
@@ -141,5 +152,20 @@ def bring_back(y_PD: Tensor, places: Dispatch, weight_NK: Tensor, extra_ND: Tens
             y_PD, places.place_NK, weight_NK, weight_NK if extra_ND is None else extra_ND.contiguous(), out,
             width, len(y_PD), TOP_K=top_k, HAS_EXTRA=extra_ND is not None, BLOCK=_BLOCK, num_warps=4,
             **options(y_PD.device),
+        )  # fmt: skip
+    return out
+
+
+def take(x_ND: Tensor, index: Tensor) -> Tensor:
+    """See `ops.grouped.take`."""
+    x_ND, index = x_ND.contiguous(), index.contiguous()
+    out = x_ND.new_empty(*index.shape, *x_ND.shape[1:])
+    if out.numel():
+        width = out.numel() // index.numel()
+        block = min(_BLOCK, triton.next_power_of_2(width))
+        bits = _BITS[x_ND.element_size()]
+        _take[(index.numel(), triton.cdiv(width, block))](
+            x_ND.view(bits), index, out.view(bits), len(x_ND), width, BLOCK=block, num_warps=max(1, block // 256),
+            **options(x_ND.device),
         )  # fmt: skip
     return out

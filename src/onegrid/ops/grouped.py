@@ -18,6 +18,7 @@ from torch import Tensor
 from onegrid.ops.linear import dot, matmul
 from onegrid.ops.operand import Operand
 from onegrid.ops.pins import TILE, round_up
+from onegrid.ops.quantize_compiled import has_triton
 
 FEW = 4096
 """Pairs of a token and an expert that every program of a kernel may look through."""
@@ -171,7 +172,19 @@ class Gather(torch.autograd.Function):
 
 
 def take(x_ND: Tensor, index: Tensor) -> Tensor:
-    """Rows of `x_ND` by index, where index N (one past the end) gives a zero row."""
+    """Rows of `x_ND` by index int64, where index N (one past the end) gives a zero row.
+
+    The definition is `rows_of`; on NVIDIA GPUs a kernel where nobody asks for gradients.
+    """
+    if x_ND.is_cuda and has_triton() and not (torch.is_grad_enabled() and x_ND.requires_grad):
+        from onegrid.ops import experts_triton
+
+        return experts_triton.take(x_ND, index)
+    return rows_of(x_ND, index)
+
+
+def rows_of(x_ND: Tensor, index: Tensor) -> Tensor:
+    """The definition of `take`."""
     return torch.cat((x_ND, x_ND.new_zeros(1, *x_ND.shape[1:])))[index]
 
 

@@ -67,12 +67,7 @@ TABLE = (
         operation="swiglu", name="plain", promise="definition", devices="all", shapes="all", where="activation.swiglu"
     ),
     Implementation(
-        operation="swiglu",
-        name="triton",
-        promise="bits",
-        devices="CUDA",
-        shapes="all",
-        where="chains.triton_swiglu",
+        operation="swiglu", name="triton", promise="bits", devices="CUDA", shapes="all", where="chains.triton_swiglu"
     ),
     Implementation(
         operation="residual, norm and quantize",
@@ -255,6 +250,17 @@ TABLE = (
         where="grouped.triton_bring_back",
     ),
     Implementation(
+        operation="take rows", name="plain", promise="definition", devices="all", shapes="all", where="grouped.rows_of"
+    ),
+    Implementation(
+        operation="take rows",
+        name="triton",
+        promise="bits",
+        devices="CUDA; not run here",
+        shapes="no gradient",
+        where="experts_triton.take",
+    ),
+    Implementation(
         operation="note", name="plain", promise="definition", devices="all", shapes="all", where="note.note"
     ),
     Implementation(
@@ -314,12 +320,7 @@ TABLE = (
         where="grouped_cuda.grouped_wgrad",
     ),
     Implementation(
-        operation="matmul",
-        name="plain",
-        promise="definition",
-        devices="all",
-        shapes="all",
-        where="linear.matmul",
+        operation="matmul", name="plain", promise="definition", devices="all", shapes="all", where="linear.matmul"
     ),
     Implementation(
         operation="matmul",
