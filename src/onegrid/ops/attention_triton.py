@@ -30,6 +30,9 @@ TILE = 64
 WIDTHS = (16, 32, 64, 128, 256)
 """Head widths that the kernels cover."""
 
+MULTIPROCESSORS = 132
+"""Of an H100 or H200. How work is cut follows it, and no byte does."""
+
 FEW_CHUNKS = 4
 """Chunks of a sequence that one program may walk while other multiprocessors are free."""
 
@@ -244,22 +247,22 @@ def prefill(
     return out, lse
 
 
-def num_splits(num_sequences: int, num_groups: int, max_chunks: int, multiprocessors: int = 132) -> int:
+def num_splits(num_sequences: int, num_groups: int, max_chunks: int) -> int:
     """Programs that share the chunks of one sequence and key head: some four a multiprocessor, no more than shorten it.
 
     0: one walks them all as in prefill, and nothing is merged. So where sequences alone are two on a multiprocessor, as
     long as none is so long that the others would wait for it; with more of them the merge is hidden.
     """
     programs = num_sequences * num_groups
-    if max_chunks == 1 or (max_chunks <= FEW_CHUNKS and 1.5 * multiprocessors <= programs <= 4 * multiprocessors):
+    if max_chunks == 1 or (max_chunks <= FEW_CHUNKS and 1.5 * MULTIPROCESSORS <= programs <= 4 * MULTIPROCESSORS):
         return 0
-    most = triton.cdiv(max_chunks, max(1, min(max_chunks, triton.cdiv(4 * multiprocessors, programs))))
+    most = triton.cdiv(max_chunks, max(1, min(max_chunks, triton.cdiv(4 * MULTIPROCESSORS, programs))))
     return triton.cdiv(max_chunks, most)
 
 
-def num_ahead(programs: int, width: int, multiprocessors: int = 132) -> int:
+def num_ahead(programs: int, width: int) -> int:
     """Keys of a chunk that each of `programs` sends for before it may begin: what fits the L2 cache together."""
-    keys = AHEAD_BYTES // (min(programs, 4 * multiprocessors) * 4 * width)
+    keys = AHEAD_BYTES // (min(programs, 4 * MULTIPROCESSORS) * 4 * width)
     return min(CHUNK, keys // TILE * TILE)
 
 
@@ -291,19 +294,20 @@ def decode(
     max_chunks = triton.cdiv(num_keys, CHUNK)
     splits = num_splits(num_rows, num_groups, max_chunks) if splits is None else splits
     whole = splits == 0 or max_chunks == 1
-    programs = 1 if whole else splits
-    if stages is None:  # two tiles under way where shared memory has room for all programs at once
-        stages = 3 if whole and width <= 128 else 2
+    shares = 1 if whole else splits
+    programs = shares * num_groups * num_rows
+    if stages is None:  # two tiles under way where shared memory has room for those of all programs, three each
+        stages = 3 if programs <= 3 * MULTIPROCESSORS and width <= 128 else 2
     if not (_lies_together(k_SGLD) and _lies_together(v_SGLD)):
         ahead = 0
     elif ahead is None:
-        ahead = num_ahead(programs * num_groups * num_rows, width)
+        ahead = num_ahead(programs, width)
     count = 0 if whole else num_rows * num_heads * max_chunks
     states = empty(count, width + 2, dtype=float32, device=q_NHD.device).flatten()
     largest, weight, total = states[:count], states[count : 2 * count], states[2 * count :]
     out = q_NHD.new_empty(q_NHD.shape) if out is None else out
     k_new, v_new = (q_NHD, q_NHD) if new is None else new
-    _decode[(programs, num_groups, num_rows)](
+    _decode[(shares, num_groups, num_rows)](
         q_NHD, k_SGLD, v_SGLD, k_new, v_new, largest, weight, total, out, position_N,
         q_NHD.stride(0), k_new.stride(0), v_new.stride(0), *k_SGLD.stride()[:3], *v_SGLD.stride()[:3],
         scale_of(width), num_heads, max_chunks, num_keys, ahead,
