@@ -327,6 +327,7 @@ def main() -> None:
         for name in due:
             files[name].unlink(missing_ok=True)
         jobs = max(1, min(options.jobs, len(due)))
+        ended: dict[str, int] = {}
 
         def some(mine: list[str]) -> None:
             command = [sys.executable, *sys.argv, "--child", "|".join(mine), scratch]
@@ -340,11 +341,13 @@ def main() -> None:
                     print(line, end="", flush=True)
             if running.wait():
                 print("".join(lines)[-3000:], flush=True)
+                ended.update(dict.fromkeys(mine, running.returncode))
 
         with ThreadPoolExecutor(jobs) as threads:
             list(threads.map(some, [mine for i in range(jobs) if (mine := due[i::jobs])]))
         results = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
-    failed = {name: results[name]["failed"] if name in results else "its process ended" for name in names}
+    died = {name: f"its process ended, exit status {ended.get(name)} (below 0: that signal)" for name in names}
+    failed = {name: results[name]["failed"] if name in results else died[name] for name in names}
     failed = {name: why for name, why in failed.items() if why}
     results = {name: one for name, one in results.items() if name not in failed}
     rows, claims = conclusions(results)
