@@ -36,9 +36,6 @@ MULTIPROCESSORS = 132
 FEW_CHUNKS = 4
 """Chunks of a sequence that one program may walk while other multiprocessors are free."""
 
-AHEAD_BYTES = 24 << 20
-"""Of keys and values, sent for before a decode kernel may begin: half of an H200's L2 cache."""
-
 LOG2_E = 1.4426950408889634
 _EMPTY = tl.constexpr(float("-inf"))
 
@@ -123,40 +120,19 @@ def _prefill(
 
 
 @triton.jit
-def _ahead(k_at, v_at, chunk, last, ahead, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """Sends for the first `ahead` keys and values of a chunk, as far as they are before `last`, to the L2 cache.
-
-    A hint to the memory system: nothing is read, so nothing can be read too early. Rows lie one after another.
-    """
-    first = chunk * CHUNK
-    num_bytes = tl.maximum(tl.minimum(last - first, ahead), 0) * (2 * WIDTH)
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; setp.gt.and.s32 p, $3, 0, p; "
-        "@p cp.async.bulk.prefetch.L2.global [$1], $3; @p cp.async.bulk.prefetch.L2.global [$2], $3; mov.u32 $0, t; }",
-        "=r,l,l,r", [(k_at + first * WIDTH).to(tl.int64), (v_at + first * WIDTH).to(tl.int64), num_bytes],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def _decode(
     q, k, v, k_new, v_new, part_largest, part_weight, part_total, out, position_B,
     stride_q, stride_k_new, stride_v_new, stride_kb, stride_kg, stride_ks, stride_vb, stride_vg, stride_vs, scale,
-    num_heads, max_chunks, num_keys, ahead,
+    num_heads, max_chunks,
     REPEAT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
     NEW: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """NEW: the last key and value are still to be written to the cache; whoever reads them does it.
-    WHOLE: this walks all chunks and finishes as prefill does; else states are merged by `_decode_merge`.
-    ahead: keys of a chunk that are on their way to the L2 cache before this may begin, and while the chunk before it
-    is walked."""
+    WHOLE: this walks all chunks and finishes as prefill does; else states are merged by `_decode_merge`."""
+    begin(EARLY)
     group, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     k_at, v_at = k + b * stride_kb + group * stride_kg, v + b * stride_vb + group * stride_vg
-    if EARLY:  # a position read here may be an old one: it says what to send for, within the cache, and nothing else
-        hint = tl.minimum(tl.load(position_B + b, cache_modifier=".cg").to(tl.int32) + 1, num_keys)
-        _ahead(k_at, v_at, tl.program_id(0), hint, ahead, WIDTH, CHUNK)
-    begin(EARLY)
-    position = tl.load(position_B + b, cache_modifier=".cg").to(tl.int32)  # not from L1, where the old one may lie
+    position = tl.load(position_B + b).to(tl.int32)
     r, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     if NEW:  # asked for together with position and query, and stored without a branch: one latency, not three
         k_D = tl.load(k_new + b * stride_k_new + group * WIDTH + d)
@@ -177,8 +153,6 @@ def _decode(
     weight, total = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
     for chunk in range(tl.program_id(0), position // CHUNK + 1, tl.num_programs(0)):
         end = tl.minimum((chunk + 1) * CHUNK, position + 1)
-        if EARLY:
-            _ahead(k_at, v_at, chunk + tl.num_programs(0), position + 1, ahead, WIDTH, CHUNK)
         chunk_largest, chunk_weight, chunk_total = _chunk(
             q_MD, k_at, v_at, stride_ks, stride_vs, chunk * CHUNK, end, position_M, scale, ROWS, WIDTH, TILE
         )
@@ -254,16 +228,10 @@ def num_splits(num_sequences: int, num_groups: int, max_chunks: int) -> int:
     long as none is so long that the others would wait for it; with more of them the merge is hidden.
     """
     programs = num_sequences * num_groups
-    if max_chunks == 1 or (max_chunks <= FEW_CHUNKS and 1.5 * MULTIPROCESSORS <= programs <= 4 * MULTIPROCESSORS):
+    if max_chunks == 1 or (max_chunks <= FEW_CHUNKS and programs >= 1.5 * MULTIPROCESSORS):
         return 0
     most = triton.cdiv(max_chunks, max(1, min(max_chunks, triton.cdiv(4 * MULTIPROCESSORS, programs))))
     return triton.cdiv(max_chunks, most)
-
-
-def num_ahead(programs: int, width: int) -> int:
-    """Keys of a chunk that each of `programs` sends for before it may begin: what fits the L2 cache together."""
-    keys = AHEAD_BYTES // (min(programs, 4 * MULTIPROCESSORS) * 4 * width)
-    return min(CHUNK, keys // TILE * TILE)
 
 
 def decode(
@@ -277,7 +245,6 @@ def decode(
     warps: int = 4,
     stages: int | None = None,
     splits: int | None = None,
-    ahead: int | None = None,
 ) -> Tensor:
     """One query per sequence over cached keys: BF16 [N, H, D], the bytes that `prefill` gives for that position.
 
@@ -285,23 +252,19 @@ def decode(
     k_SGLD, v_SGLD   BF16 slots [S, G, positions, D], any strides but 1 along D, S at least N
     position_N       int64 or int32, on the device; keys 0 .. position are seen
     new              BF16 [N, G, D] key and value of position_N, which are written to the cache first
-    warps, stages, splits, ahead  change the speed only; see `num_splits` and `num_ahead` for the last two
+    warps, stages, splits  change the speed only; see `num_splits` for the last
     Nothing here waits for the device, and no shape depends on positions, so that it can be captured.
     """
     num_rows, num_heads, width = q_NHD.shape
     repeat = _check(q_NHD, k_SGLD[0].transpose(0, 1), v_SGLD[0].transpose(0, 1))
-    num_groups, num_keys = k_SGLD.shape[1:3]
-    max_chunks = triton.cdiv(num_keys, CHUNK)
+    num_groups = k_SGLD.shape[1]
+    max_chunks = triton.cdiv(k_SGLD.shape[2], CHUNK)
     splits = num_splits(num_rows, num_groups, max_chunks) if splits is None else splits
     whole = splits == 0 or max_chunks == 1
     shares = 1 if whole else splits
     programs = shares * num_groups * num_rows
     if stages is None:  # two tiles under way where shared memory has room for those of all programs, three each
         stages = 3 if programs <= 3 * MULTIPROCESSORS and width <= 128 else 2
-    if not (_lies_together(k_SGLD) and _lies_together(v_SGLD)):
-        ahead = 0
-    elif ahead is None:
-        ahead = num_ahead(programs, width)
     count = 0 if whole else num_rows * num_heads * max_chunks
     states = empty(count, width + 2, dtype=float32, device=q_NHD.device).flatten()
     largest, weight, total = states[:count], states[count : 2 * count], states[2 * count :]
@@ -310,7 +273,7 @@ def decode(
     _decode[(shares, num_groups, num_rows)](
         q_NHD, k_SGLD, v_SGLD, k_new, v_new, largest, weight, total, out, position_N,
         q_NHD.stride(0), k_new.stride(0), v_new.stride(0), *k_SGLD.stride()[:3], *v_SGLD.stride()[:3],
-        scale_of(width), num_heads, max_chunks, num_keys, ahead,
+        scale_of(width), num_heads, max_chunks,
         REPEAT=repeat, ROWS=max(16, triton.next_power_of_2(repeat)), WIDTH=width, TILE=TILE, CHUNK=CHUNK,
         NEW=new is not None, WHOLE=whole, num_warps=warps, num_stages=stages, **options(q_NHD.device),
     )  # fmt: skip
@@ -323,12 +286,6 @@ def decode(
         **options(q_NHD.device),
     )  # fmt: skip
     return out
-
-
-def _lies_together(x_SGLD: Tensor) -> bool:
-    """Whether the rows of a head lie one after another, from a multiple of 16 bytes: what the bulk engine can bring."""
-    slot, group, row, _ = x_SGLD.stride()
-    return row == x_SGLD.shape[-1] and not (slot % 8 or group % 8 or x_SGLD.data_ptr() % 16)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> int:

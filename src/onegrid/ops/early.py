@@ -13,17 +13,11 @@ from onegrid.ops.capture import may_begin_early
 
 
 @triton.jit
-def begin(EARLY: tl.constexpr, AT_ONCE: tl.constexpr = False):
-    """First in a kernel that is launched with `options`: waits, then lets the next one start.
-
-    AT_ONCE: the other way round, for a kernel behind which one comes that has something to do before it waits.
-    """
+def begin(EARLY: tl.constexpr):
+    """First in a kernel that is launched with `options`."""
     if EARLY:
-        if AT_ONCE:
-            gdc_launch_dependents()
         gdc_wait()
-        if not AT_ONCE:
-            gdc_launch_dependents()
+        gdc_launch_dependents()
 
 
 def options(device: torch.device) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def _heads(
     q, k, q_out, k_out, q_weight, k_weight, cos, sin, position, stride_q, stride_k, eps, num_heads, num_groups,
     NORM: tl.constexpr, HALF: tl.constexpr, TOGETHER: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    begin(EARLY, AT_ONCE=True)  # decode attention sends for cached keys meanwhile
+    begin(EARLY)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     of_queries = tl.cdiv(num_heads, TOGETHER)
     if part < of_queries:

@@ -149,15 +149,10 @@ extern "C" __global__ void __launch_bounds__(32 * MATRIX_WARPS + COPIERS + 32, 1
 #endif
   const u32 s_lane = S_AT + column * S_BYTES;
   float sum[MT * 8] = {};
-  u32 a[2][AT_ONCE][4], m[HALVES][WORDS][4], scales_of[HALVES][WORDS];
+  u32 a[2][AT_ONCE][4] = {}, m[HALVES][WORDS][4], scales_of[HALVES][WORDS];
   u32 slot = 0, phase = 0, at = base;
   wait(full, 0);
   Codes now = codes_of(at + w_lane, 0), next = codes_of(at + w_lane, 4), after;  // of these four steps, of four later
-#if HALVES == 1
-#pragma unroll
-  for (int i = 0; i < 2 * AT_ONCE; i++)  // columns that are not there: any numbers, each one that no compiler writes anew
-    a[i / AT_ONCE][i % AT_ONCE][1] = load4(at + 8 * i), a[i / AT_ONCE][i % AT_ONCE][3] = load4(at + 8 * i + 4);
-#endif
 #pragma unroll
   for (int half = 0; half < HALVES; half++) load_scales(scales_of[half], at + s_lane + half * 8 * S_BYTES, t);
   for (int stage = 0; stage < num_stages; stage++) {

@@ -1,7 +1,7 @@
 """What makes the activations of a linear, with the linear's quantizer applied on the way out.
 
-The functions without prefix are the definitions: the chain, then `operand`. Those named `triton_` are one kernel each,
-with the definitions' bytes and no gradient: the side that makes tokens calls them.
+The functions without prefix are the definitions: the chain, then `operand`. Those named `triton_` are kernels with the
+definitions' bytes and no gradient: the side that makes tokens calls them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from torch import Tensor
 from onegrid.formats import Quantizer
 from onegrid.ops import chains
 from onegrid.ops.activation import swiglu
+from onegrid.ops.arranged import MOST_ROWS
 from onegrid.ops.operand import Operand, operand
 
 
@@ -45,8 +46,10 @@ def triton_residual_norm(
 
 
 def triton_gated(gate_NF: Tensor, up_NF: Tensor, quantizer: Quantizer) -> Operand:
-    """`gated` on NVIDIA GPUs."""
-    from onegrid.ops import quantize_triton
+    """`gated` on NVIDIA GPUs; two kernels for few rows, whose numbers would be too few threads' work in one."""
+    from onegrid.ops import fused_triton, quantize_triton
 
-    values, amax, arranged = quantize_triton.swiglu(gate_NF, up_NF, quantizer)
-    return Operand(values, quantizer.matmul, amax, arranged=arranged)
+    if len(gate_NF) <= MOST_ROWS:
+        return operand(fused_triton.swiglu(gate_NF, up_NF), quantizer)
+    values, amax = quantize_triton.swiglu(gate_NF, up_NF, quantizer)
+    return Operand(values, quantizer.matmul, amax)

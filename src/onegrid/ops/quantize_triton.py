@@ -157,9 +157,8 @@ def _norm(
 
 @triton.jit
 def _swiglu(
-    gate, up, out, arranged, amax, stride_gate, stride_up, width,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, RULE: tl.constexpr, FOUR: tl.constexpr, ARRANGED: tl.constexpr,
-    EARLY: tl.constexpr,
+    gate, up, out, amax, stride_gate, stride_up, width,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, RULE: tl.constexpr, FOUR: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -167,8 +166,6 @@ def _swiglu(
     h = gated(gate + row * stride_gate, up + row * stride_up, d, width)
     values, largest = _values(h.to(tl.float32), 1, RULE, FOUR, BLOCK // WIDTH)
     tl.store(out + row * width + d, values, mask=d < width)
-    if ARRANGED:
-        tl.store(arranged + _place(row, d, tl.num_programs(0)), values, mask=d < width)
     if RULE == 2:
         tl.store(amax + row, largest)
 
@@ -206,22 +203,21 @@ def residual_norm(
     return total, out, amax, arranged
 
 
-def swiglu(gate_NF: Tensor, up_NF: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`fused_triton.swiglu`, quantized: values BF16 [N, F], amax FP32 [N] or None, and as in `residual_norm`."""
+def swiglu(gate_NF: Tensor, up_NF: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor | None]:
+    """`fused_triton.swiglu`, quantized: values BF16 [N, F], amax FP32 [N] or None."""
     gate_NF, up_NF = whole_rows(gate_NF), whole_rows(up_NF)
     num_rows, width = gate_NF.shape
-    out, arranged = gate_NF.new_empty(gate_NF.shape, dtype=bfloat16), room(gate_NF)
+    out = gate_NF.new_empty(gate_NF.shape, dtype=bfloat16)
     whole_row = quantizer.rule == "nvfp4"
     amax = gate_NF.new_empty(num_rows, dtype=float32) if whole_row else None
     block = triton.next_power_of_2(width) if whole_row else 1024
     if num_rows:
         _swiglu[(num_rows, triton.cdiv(width, block))](  # rows first: only that axis goes beyond 65,535
-            gate_NF, up_NF, out, out if arranged is None else arranged, out if amax is None else amax,
-            gate_NF.stride(0), up_NF.stride(0), width,
+            gate_NF, up_NF, out, out if amax is None else amax, gate_NF.stride(0), up_NF.stride(0), width,
             BLOCK=block, WIDTH=quantizer.block[1], RULE=_RULES[quantizer.rule], FOUR=quantizer.fmt.bits == 4,
-            ARRANGED=arranged is not None, num_warps=_warps(block), **options(gate_NF.device),
+            num_warps=_warps(block), **options(gate_NF.device),
         )  # fmt: skip
-    return out, amax, arranged
+    return out, amax
 
 
 def _warps(elements: int) -> int:
