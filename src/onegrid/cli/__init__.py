@@ -215,7 +215,7 @@ def diagnose(
 @click.argument("names", nargs=-1, metavar="[FAULT]...")
 @click.option("--list", "show", is_flag=True, help="Print every fault, what it breaks and which checks must object.")
 @click.option("--campaign", type=click.Choice(["quick", "full"]), help="All faults, 100 or 1000 random corruptions.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the random corruptions.")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of what is random.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows here.")
 @click.option("--page", type=click.Path(dir_okay=False, path_type=Path), help="Write the tables, as Markdown, here.")
 @click.option("--work", type=click.Path(file_okay=False, path_type=Path), help="Keep what is done here, and go on.")
@@ -242,6 +242,8 @@ def faults(
     """
     from onegrid.cli.faults import list_faults, run
 
+    if campaign and names:
+        raise click.UsageError("a campaign tries all faults: name some, or give --campaign, not both")
     if show:
         list_faults()
     elif campaign or names:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from onegrid.errors import CapabilityError
+from onegrid.errors import CapabilityError, ConfigError
 from onegrid.guard.faults import FAULTS, fault
 from onegrid.sampler.engine import SamplerConfig
 from onegrid.study.campaign import Outcome, try_alone
@@ -34,7 +36,8 @@ KILLS = {"quick": 5, "full": 100}
 def list_faults() -> None:
     """Print every fault with what it breaks and which checks must object."""
     table = Table(title="faults", title_justify="left")
-    for column in ("name", "breaks", "what", "seen by"):
+    table.add_column("name", no_wrap=True, overflow="ignore", min_width=max(map(len, FAULTS)))  # to be typed
+    for column in ("breaks", "what", "seen by"):
         table.add_column(column, overflow="fold")
     for f in FAULTS.values():
         table.add_row(f.name, f.condition, f.what, ", ".join(f.fires) or "nothing: it is no fault")
@@ -52,10 +55,13 @@ def run(
     device: str = "cpu",
     weights: str = "auto",
 ) -> None:
-    """See `onegrid faults --help`."""
+    """See `onegrid faults --help`. ConfigError, before anything is tried, where a file cannot be written."""
     SamplerConfig(weights=weights)  # for its error
     console = Console(highlight=False)
     chosen = [fault(name) for name in names] if names else list(FAULTS.values())
+    for option, file in (("--json", json_file), ("--page", page)):
+        if file is not None:
+            _write(option, file, None)
     torch.set_num_threads(1)  # tensors are so small that threads only wait for each other
     began = time.perf_counter()
 
@@ -68,7 +74,7 @@ def run(
 
     kills = corruptions = healthy = None
     device = find_device(device)
-    whole = campaign is not None and not names
+    whole = campaign is not None
     special = [(option, value) for option, value in (("device", device), ("weights", weights)) if value not in USUAL]
     kind = "".join(f"_{value}" for _, value in special)
     if whole and device == "cpu":  # first: it forks, and must not have computed anything before
@@ -114,15 +120,27 @@ def run(
     wrong = [*crashed, *problems(outcomes, corruptions, healthy, kills)]
     if json_file is not None:
         found = rows(outcomes, corruptions, healthy)
-        json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        _write("--json", json_file, json.dumps(found, indent=1) + "\n")
     if page is not None:
         options = "".join(f" --{option} {value}" for option, value in special)
         what = f"--campaign {campaign}" if campaign else " ".join(names)
-        command = f"onegrid faults {what}{options} --page {page}"
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(markdown(command, outcomes, corruptions, healthy, kills, absent), encoding="utf-8")
+        command = f"onegrid faults {what}{f' --seed {seed}' if seed and whole else ''}{options} --page {page}"
+        _write("--page", page, markdown(command, outcomes, corruptions, healthy, kills, absent))
     console.print(f"{len(outcomes)} faults in {time.perf_counter() - began:.0f} s")
     for line in wrong:
         console.print(f"BAD {line}", soft_wrap=True, markup=False)
     if wrong:
         raise SystemExit(1)
+
+
+def _write(option: str, file: Path, text: str | None) -> None:
+    """The text whole or not at all; None only looks whether it could be. ConfigError where it cannot."""
+    temporary = file.with_name(f".{file.name}.partial")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text or "", encoding="utf-8")
+        temporary.unlink() if text is None else os.replace(temporary, file)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise ConfigError(f"{option} {file} cannot be written: {error}; name another place") from error

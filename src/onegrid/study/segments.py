@@ -9,6 +9,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from onegrid.errors import ConfigError
 from onegrid.guard.verdict import Verdict
 from onegrid.study.campaign import Outcome
 from onegrid.study.corruptions import Tally
@@ -20,12 +21,18 @@ KILLS = 10
 
 
 def kept(folder: Path | None, name: str, make: Callable[[], Any], read: Callable[[dict[str, Any]], Any]) -> Any:
-    """What `make` gives, from `folder`/name.json where it was made before; a piece half done leaves nothing."""
+    """What `make` gives, from `folder`/name.json where it was made before; a piece half done leaves nothing.
+
+    Raises ConfigError for a file that holds something else.
+    """
     if folder is None:
         return make()
     path = folder / f"{name}.json"
     if path.exists():
-        return read(json.loads(path.read_text(encoding="utf-8")))
+        try:
+            return read(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path} is no piece of a campaign ({error!r}); remove it, and it is made again") from error
     made = make()
     folder.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
