@@ -259,6 +259,41 @@ def test_names_in_any_script_and_a_folder_given_by_a_dot_are_fine(tmp_path, monk
     assert f"{at}.weight" in open_source(tmp_path / "low").weights
 
 
+@pytest.mark.parametrize("number", ["\u00b2", "\u0663", "9" * 5000, "-1"], ids=["raised", "arabic", "long", "negative"])
+def test_what_only_looks_like_the_number_of_a_layer_is_a_name(number, tmp_path):
+    name = f"model.layers.{number}.bias"
+    folder = write(tmp_path / "odd", {"num_hidden_layers": 1}, {f"{LAYER}.weight": random(32, 32), name: random(1, 4)})
+    convert(folder, tmp_path / "low", PRESETS["bf16"])
+    assert read_index(tmp_path / "low").keys() == {f"{LAYER}.weight", name}
+
+
+def test_a_header_that_has_a_tensor_twice_is_refused(tmp_path):
+    """One name of two types: one reader would take the first, another the last."""
+    folder = write(tmp_path / "bad", {"num_hidden_layers": 1}, {f"{LAYER}.weight": random(32, 32)})
+    entry = '"a.weight": {"dtype": "%s", "shape": [4], "data_offsets": [0, 8]}'
+    header = f"{{{entry % 'F16'}, {entry % 'BF16'}}}".encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    refused(folder, WeightsError, r"model\.safetensors lists a\.weight twice", tmp_path / "out")
+    for read in (inspect, read_index, lambda folder: audit(folder, "mxfp8")):
+        with pytest.raises(WeightsError, match=r"a\.weight twice"):
+            read(folder)
+
+
+def test_a_single_file_beside_an_index_of_others_is_refused(tmp_path):
+    """transformers would read one model there, vLLM the other."""
+    raw = {f"{LAYER}.weight": random(32, 32)}
+    folder = write(tmp_path / "bad", {"num_hidden_layers": 1}, raw, index={})
+    save_file({f"{LAYER}.weight": random(32, 32) * 2}, folder / "model.safetensors")
+    message = r"holds model\.safetensors, and .* names model-00001-of-00001\.safetensors"
+    refused(folder, WeightsError, message, tmp_path / "out")
+    for read in (inspect, lambda folder: audit(folder, "bf16")):
+        with pytest.raises(WeightsError, match=message):
+            read(folder)
+    only = {f"{LAYER}.weight": "model.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": only}))
+    convert(folder, tmp_path / "out", PRESETS["bf16"])
+
+
 def test_a_checkpoint_without_tensors_is_none(tmp_path):
     bf16_model(tmp_path / "bf16")
     save_file({}, tmp_path / "bf16" / "model.safetensors")

@@ -6,6 +6,7 @@ scale without its weight, two scales for one, a file outside the folder, are err
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -28,11 +29,12 @@ from onegrid.convert.stored import (
 )
 from onegrid.errors import WeightsError
 from onegrid.formats import QUANTIZERS, QuantTensor
-from onegrid.model.shards import Entry, entries, open_shard, read_object
+from onegrid.model.shards import INDEX, SINGLE, Entry, entries, open_shard, read_object, some
 from onegrid.recipe.dialects.foreign import Foreign, read_config
 from onegrid.recipe.kinds import layer_of, num_layers_of, packed_parts
 
 FLOATS = ("BF16", "F16", "F32")
+_NUMBER = re.compile("[0-9]{1,18}")
 _BLOCKS = ("fp8_128x128", "fp8_128x128_fp32")
 LEGACY = "hf_quant_config.json"
 """ModelOpt's own configuration file."""
@@ -172,11 +174,24 @@ def open_source(folder: Path | str) -> Source:
     config = read_object(folder / "config.json")
     legacy = read_object(folder / LEGACY) if (folder / LEGACY).exists() else None
     found = entries(folder)
+    _check_one(folder)
     if not found:
         raise WeightsError(f"{folder} holds no tensors; a checkpoint has some")
     _check_layers(folder, config, found)
     declared = read_config(config, legacy)
     return Source(folder, config, declared, found, _weights(found, declared))
+
+
+def _check_one(folder: Path) -> None:
+    """WeightsError for a single file beside an index of others: transformers reads that file, vLLM the others."""
+    if (folder / SINGLE).exists() and (folder / INDEX).exists():
+        listed = read_object(folder / INDEX).get("weight_map")
+        others = sorted({str(file) for file in listed.values()} - {SINGLE}) if isinstance(listed, dict) else []
+        if others:
+            raise WeightsError(
+                f"{folder} holds {SINGLE}, and {INDEX} names {some(others)}: which of them counts cannot be known; "
+                f"remove {SINGLE} or the index"
+            )
 
 
 def _check_layers(folder: Path, config: Mapping[str, Any], found: Mapping[str, Entry]) -> None:
@@ -231,7 +246,7 @@ def _block_quantizer(scales: Tensor) -> str:
 
 def natural(name: str) -> tuple[tuple[int, int | str], ...]:
     """Sorting key that counts numbers as numbers: layer 2 before layer 10."""
-    return tuple((0, int(part)) if part.isdigit() else (1, part) for part in name.split("."))
+    return tuple((0, int(part)) if _NUMBER.fullmatch(part) else (1, part) for part in name.split("."))
 
 
 def _linear(stem: str, leaf: str, entry: Entry, found: Mapping[str, Entry], declared: Foreign | None) -> Weight:

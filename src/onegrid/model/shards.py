@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +60,8 @@ def entries(folder: Path) -> dict[str, Entry]:
 
 def read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a checkpoint. WeightsError for one that cannot be read or has a key twice."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            counts = Counter(key for key, _ in pairs)
-            raise WeightsError(f"{path} lists {some([key for key, count in counts.items() if count > 1])} twice")
-        return found
-
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=partial(_once, path))
     except FileNotFoundError as error:
         raise WeightsError(f"{path} is missing; a checkpoint folder has a {path.name}") from error
     except (ValueError, OSError, RecursionError) as error:
@@ -76,6 +69,14 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise WeightsError(f"{path} holds a {type(value).__name__}; it must be an object")
     return value
+
+
+def _once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        raise WeightsError(f"{path} lists {some([key for key, count in counts.items() if count > 1])} twice")
+    return found
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -96,6 +97,8 @@ def inside(folder: Path, name: str) -> Path:
 
 def _header(path: Path) -> dict[str, Entry]:
     with open_shard(path) as file:
+        with path.open("rb") as raw:  # of a name that is there twice, safetensors would keep one
+            json.loads(raw.read(int.from_bytes(raw.read(8), "little")), object_pairs_hook=partial(_once, path))
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         return {name: Entry(path, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
 

@@ -32,7 +32,7 @@ GUARDED_KINDS = (
 
 KINDS = (*LINEAR_KINDS, *GUARDED_KINDS, "other")
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?=\.)")
+_LAYER = re.compile(r"(?:^|\.)layers\.([0-9]{1,18})(?=\.)")
 _PACKED = re.compile(r"^(.*\.experts)\.(gate_up_proj|down_proj)(?:\.weight)?$")
 _SCALES = ("weight_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale", "input_scale", "scale")
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_proj")

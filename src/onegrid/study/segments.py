@@ -32,7 +32,7 @@ def kept(folder: Path | None, name: str, make: Callable[[], Any], read: Callable
         try:
             return read(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path} is no piece of a campaign ({error!r}); remove it, and it is made again") from error
+            raise ConfigError(f"{path} is no piece of a campaign ({error!r}); remove it, to have it made") from error
     made = make()
     folder.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
