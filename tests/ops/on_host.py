@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import shutil
 import subprocess
 import tempfile
@@ -46,13 +47,15 @@ def run_on_host(
     source = f'#include "{HEADER.name}"\n' + "".join(f"#define {name} {value}\n" for name, value in macros.items())
     source += f"\n{text}\nint main() {{\n  Held held({{{sizes}}});\n"
     source += f"  launch({grid}, {threads}, [&] {{ {function}({', '.join(shown)}); }});\n}}\n"
-    (folder / "kernel.cpp").write_text(source, encoding="utf-8")
-    command = [*COMPILE, f"-I{_precompiled().name}", "kernel.cpp", "-o", "kernel"]
-    made = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr[:4000]
+    program = folder / f"kernel_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    if not program.exists():
+        program.with_suffix(".cpp").write_text(source, encoding="utf-8")
+        command = [*COMPILE, f"-I{_precompiled().name}", f"{program.name}.cpp", "-o", program.name]
+        made = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        assert made.returncode == 0, made.stderr[:4000]
     memory = folder / "memory"
     memory.write_bytes(b"".join(t.view(torch.uint8).numpy().tobytes() for t in tensors))
-    done = subprocess.run(["./kernel"], cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([f"./{program.name}"], cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     left = torch.frombuffer(bytearray(memory.read_bytes()), dtype=torch.uint8).split([t.nbytes for t in tensors])
     for tensor, now in zip(tensors, left, strict=True):

@@ -2,6 +2,7 @@
 // thread of the host, lanes of a warp meet where an instruction is of the whole warp, copies happen at once.
 
 #include <algorithm>
+#include <atomic>
 #include <barrier>
 #include <cmath>
 #include <condition_variable>
@@ -72,6 +73,16 @@ static float __shfl_xor_sync(u32 mask, float value, u32 by) {
   return std::bit_cast<float>(__shfl_xor_sync(mask, std::bit_cast<u32>(value), by));
 }
 
+static u32 __reduce_add_sync(u32 mask, u32 value) {
+  for (u32 by = 16; by; by /= 2) value += __shfl_xor_sync(mask, value, by);
+  return value;
+}
+static u32 __reduce_max_sync(u32 mask, u32 value) {
+  for (u32 by = 16; by; by /= 2) value = max(value, __shfl_xor_sync(mask, value, by));
+  return value;
+}
+static u64 atomicAdd(u64* to, u64 value) { return std::atomic_ref<u64>(*to).fetch_add(value); }
+
 // Numbers.
 
 static float __uint_as_float(u32 a) { return std::bit_cast<float>(a); }
@@ -83,6 +94,8 @@ static float __fadd_rn(float a, float b) { return a + b; }
 static float __fsub_rn(float a, float b) { return a - b; }
 static float __fdiv_rn(float a, float b) { return a / b; }
 static float __frcp_rn(float a) { return 1.0f / a; }
+static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+static float quick_reciprocal(float a) { return __uint_as_float(__float_as_uint(1.0f / a) ^ (a != 0)); }  // an ulp off
 
 static u32 bytes_of(u32 a, u32 b, u32 selector) {
   const u64 bytes = a | (u64)b << 32;
@@ -117,6 +130,40 @@ static u32 ones_where_number(u32 a) {
   return (low == low ? 0xFFFFu : 0) | (high == high ? 0xFFFF0000u : 0);
 }
 static u32 larger_halves(u32 a, u32 b) { return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16; }
+static u32 times_plus(u32 a, u32 b, u32 c) {
+  const auto one = [&](int shift) {
+    const double sum = (double)of_bf16(a >> shift & 0xFFFF) * of_bf16(b >> shift & 0xFFFF) + of_bf16(c >> shift & 0xFFFF);
+    float odd = (float)sum;  // an inexact FP32 ends in 1 here, so that the next rounding is the only one
+    if (odd != sum) odd = __uint_as_float(__float_as_uint(odd) - (fabs(odd) > fabs(sum)) | 1);
+    return to_bf16(odd);
+  };
+  return one(0) | one(16) << 16;
+}
+
+static float value_of_e4m3(u32 code) {
+  const int power = code >> 3 & 15, steps = code & 7;
+  const float size = (code & 127) == 127 ? NAN : power ? ldexpf(8 + steps, power - 10) : ldexpf(steps, -9);
+  return code & 128 ? -size : size;
+}
+static u32 one_of_e4m3(float a) {  // the nearest of all codes
+  static const auto values = [] {
+    std::vector<double> out;
+    for (u32 code = 0; code < 127; code++) out.push_back(value_of_e4m3(code));
+    return out;
+  }();
+  if (a != a) return 0x7F;
+  const double size = min(fabs((double)a), 1e9);
+  u32 best = 0;
+  for (u32 code = 1; code < 127; code++) {
+    const double further = fabs(size - values[code]) - fabs(size - values[best]);
+    if (further < 0 || (further == 0 && code % 2 == 0)) best = code;
+  }
+  return best | std::signbit(a) << 7;
+}
+static u32 four_of_e4m3(float a, float b, float c, float d) {
+  return one_of_e4m3(a) | one_of_e4m3(b) << 8 | one_of_e4m3(c) << 16 | one_of_e4m3(d) << 24;
+}
+
 static u32 pair_of_bf16(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
 
 // Shared memory.

@@ -181,7 +181,7 @@ def test_a_model_on_packed_weights_gives_the_bytes_of_decoded_ones(preset, gpu, 
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4", "fp8_128x128"])
 def test_codes_of_weights_have_the_bytes_of_the_definition(name, gpu):
-    from onegrid.ops.codes_cuda import covers, quantized
+    from onegrid.ops.codes_cuda import amax_of, covers, quantized
 
     quantizer = QUANTIZERS[name]
     for shape in ((128, 128), (384, 4096), (4096, 12288), (3, 256, 640)):
@@ -201,6 +201,7 @@ def test_codes_of_weights_have_the_bytes_of_the_definition(name, gpu):
                 assert_same_bytes(have.factor, want.factor)
             for count in ("nonfinite", "saturated", "overflow"):
                 assert int(getattr(have.stats, count)) == int(getattr(want.stats, count)), count
+        assert_same_bytes(amax_of(x), x.abs().amax(dim=(-2, -1)).float())
         x[..., 2, 3], x[..., 3, 5] = torch.nan, torch.inf
         assert int(quantized(x, quantizer).stats.nonfinite) == 2 * max(1, shape[0] if len(shape) == 3 else 1)
     assert not covers(draw(130, 100), quantizer) and not covers(draw(128, 128).float(), quantizer)

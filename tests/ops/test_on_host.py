@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from onegrid.formats import QUANTIZERS, quantize, quantize_decode
+from onegrid.formats.casts import decode_elements
 from onegrid.ops.arranged import arranged
 from onegrid.ops.codes_cuda import THREADS as WRITERS
-from onegrid.ops.codes_cuda import knows, launch_of
+from onegrid.ops.codes_cuda import _tops, knows, launches_of
 from onegrid.ops.linear import matmul
 from onegrid.ops.operand import operand, operand_of
 from onegrid.ops.packed_cuda import threads_of
@@ -106,9 +107,17 @@ def weights_of_all_sizes(*shape):
     return x.clamp(-3.3e38, 3.3e38).to(torch.bfloat16)
 
 
+def codes_on_host(folder, x, quantizer, amax=None):
+    made, launches = launches_of(x, quantizer, amax)
+    made.codes.fill_(0xEE)
+    for launch in launches:
+        run_on_host(folder, "codes.cu", launch.function, launch.blocks, WRITERS, launch.args, **launch.macros)
+    return made
+
+
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("mxfp8", (2, 20, 96)), ("mxfp4", (37, 64)), ("nvfp4", (3, 24, 80)), ("fp8_128x128", (2, 256, 128))],
+    [("mxfp8", (2, 60, 96)), ("mxfp4", (137, 64)), ("nvfp4", (3, 210, 80)), ("fp8_128x128", (2, 256, 128))],
 )
 def test_codes_scales_and_counts_are_those_of_the_definition(tmp_path, name, shape):
     quantizer = QUANTIZERS[name]
@@ -120,25 +129,42 @@ def test_codes_scales_and_counts_are_those_of_the_definition(tmp_path, name, sha
     for x in inputs:
         amax = torch.rand(shape[:-2]) if name == "nvfp4" else None
         for given in {id(a): a for a in (None, amax)}.values():
-            want = quantize(x, quantizer, amax=given)
-            codes = torch.full_like(want.codes, 0xEE)
-            scales, rest, blocks, function, macros = launch_of(x, quantizer, given)
-            counts = torch.full((blocks, 3), -1, dtype=torch.int32)
-            run_on_host(tmp_path, "codes.cu", function, blocks, WRITERS, [x, codes, scales, counts, *rest], **macros)
-            assert_same_bytes(scales, want.scales)
-            assert_same_bytes(codes, want.codes)
-            nonfinite, saturated, overflow = counts.sum(0).tolist()
-            assert (nonfinite, saturated) == (0, int(want.stats.saturated))
-            assert quantizer.has_amax or overflow == int(want.stats.overflow)
+            have, want = codes_on_host(tmp_path, x, quantizer, given), quantize(x, quantizer, amax=given)
+            for part in ("scales", "codes", "amax", "factor"):
+                if getattr(want, part) is not None:
+                    assert_same_bytes(getattr(have, part), getattr(want, part), part)
+            for count in ("nonfinite", "saturated", "overflow"):
+                assert int(getattr(have.stats, count)) == int(getattr(want.stats, count)), count
 
 
-def test_what_is_not_finite_is_counted(tmp_path):
-    x, quantizer = weights_of_all_sizes(40, 64), QUANTIZERS["mxfp8"]
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_128x128"])
+def test_what_is_not_finite_is_counted(tmp_path, name):
+    x = weights_of_all_sizes(128, 128)
     x[7, 3], x[9, 40], x[9, 41], x[39, 63] = torch.inf, torch.nan, -torch.inf, -torch.nan
-    scales, rest, blocks, function, macros = launch_of(x, quantizer, None)
-    counts, codes = torch.zeros(blocks, 3, dtype=torch.int32), torch.empty(x.shape, dtype=torch.uint8)
-    run_on_host(tmp_path, "codes.cu", function, blocks, WRITERS, [x, codes, scales, counts, *rest], **macros)
-    assert counts[:, 0].sum() == 4
+    assert int(codes_on_host(tmp_path, x, QUANTIZERS[name]).stats.nonfinite) == 4
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4"])
+def test_ties_and_their_neighbours_get_the_codes_of_the_definition(tmp_path, name):
+    """In each block the largest number of the format, and points halfway between neighbours with what lies beside."""
+    quantizer = QUANTIZERS[name]
+    values = decode_elements(quantizer.fmt.finite_codes(), quantizer.fmt).sort().values
+    ties = ((values[1:] + values[:-1]) / 2).to(torch.bfloat16).view(torch.int16)
+    near = (ties[ties.abs() > 2].unsqueeze(-1) + torch.arange(-2, 3, dtype=torch.int16)).view(torch.bfloat16).flatten()
+    width = quantizer.block[1] - 1
+    near = near.repeat(width).view(-1, width)[:42]  # the numbers over and over; the first 42 rows have all
+    x = torch.cat([torch.full((len(near), 1), quantizer.fmt.max), near], 1).to(torch.bfloat16)
+    x = torch.cat([x, x * 2.0**-100, x * 2.0**90, x * 1.25])
+    for given in (None, torch.tensor(0.3 * 448)) if name == "nvfp4" else (None,):
+        assert_same_bytes(codes_on_host(tmp_path, x, quantizer, given).codes, quantize(x, quantizer, amax=given).codes)
+
+
+def test_the_amax_of_tensors_comes_in_parts(tmp_path):
+    x = weights_of_all_sizes(3, 1030, 32)
+    parts, launch = _tops(x)
+    assert parts.shape == (3, 3)
+    run_on_host(tmp_path, "codes.cu", launch.function, launch.blocks, WRITERS, launch.args, **launch.macros)
+    assert_same_bytes(parts.amax(-1), x.abs().amax(dim=(-2, -1)).float())
 
 
 def test_what_the_kernel_of_codes_does_not_know_is_left_to_the_definition():

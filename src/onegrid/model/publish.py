@@ -10,7 +10,7 @@ from torch import Tensor
 from onegrid.errors import NonFiniteError
 from onegrid.formats import QUANTIZERS, QuantTensor, quantize
 from onegrid.model.stacks import is_stack
-from onegrid.ops.codes_cuda import quantized
+from onegrid.ops.codes_cuda import amax_of, quantized
 from onegrid.recipe import Plan
 
 
@@ -68,7 +68,7 @@ def _shared_amax(
     for group, members in groups.items():
         if None in group or len(members) < 2:
             continue
-        each = [values[key].abs().amax(dim=(-2, -1)).float() for key in members]
+        each = [amax_of(values[key]) for key in members]
         largest = torch.stack(each).amax(0)
         shared |= {key: largest for key in members}
     return shared

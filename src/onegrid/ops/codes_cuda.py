@@ -2,22 +2,27 @@
 
 Element by element the definition takes some twenty to forty launches and over a hundred bytes a number, each version
 anew. Nothing here waits for the device: what was not finite is counted, and the caller looks when it has all counts.
+NVFP4 has a scale of the whole tensor, so its numbers are read twice; the second time the last ones come first, which
+the device's cache still holds.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from onegrid.formats import Quantizer, QuantTensor, Stats, quantize
-from onegrid.formats.casts import FLT_MAX, divide
-from onegrid.formats.scales import RECIPROCAL, global_encode
+from onegrid.formats import QUANTIZERS, Quantizer, QuantTensor, Stats, quantize
 from onegrid.ops.cuda_source import can_compile, kernel
 from onegrid.ops.quantize_cuda import is_plain
 
 THREADS = 256
 CHUNKS = 4
 """Pieces of 8 numbers of a thread."""
+OF_NVFP4 = {"MANTISSA": 1, "WIDTH": 16, "CHUNKS": 8, "SCALE": 2}
+PARTS = 256
+"""Most parts of a tensor whose amax is found apart: two blocks of threads for each of some 130 multiprocessors."""
 SQUARE = (128, 128)
 
 
@@ -40,14 +45,14 @@ def covers(x: Tensor, quantizer: Quantizer) -> bool:
 def knows(quantizer: Quantizer, shape: tuple[int, ...]) -> bool:
     """Whether there is a kernel for the rule and for this many rows and columns."""
     rows, width = shape[-2:]
-    if not rows * width or torch.Size(shape).numel() >= 1 << 34:  # pieces are counted in 32 bits
+    if not rows * width or torch.Size(shape).numel() >= 1 << 33:  # pieces are counted in 31 bits
         return False
     if quantizer.block == SQUARE:
         plain = quantizer.rule == "fp8_block" and quantizer.pow2 and quantizer.fmt.name == "e4m3"
         return plain and _is_usual(quantizer) and rows % 128 == width % 128 == 0
     return (
         is_plain(quantizer)
-        and (quantizer.rule, quantizer.span) in (("mx", "none"), ("nvfp4", "tensor"))
+        and (quantizer.rule, quantizer.span, quantizer.block[1]) in (("mx", "none", 32), ("nvfp4", "tensor", 16))
         and width % (quantizer.block[1] or 1) == 0
     )
 
@@ -59,47 +64,76 @@ def _is_usual(quantizer: Quantizer) -> bool:
 
 def codes_of(x: Tensor, quantizer: Quantizer, amax: Tensor | None = None) -> QuantTensor:
     """By the kernel, where it `covers`. amax: FP32 [...] of an NVFP4 tensor; None: its own."""
+    made, launches = launches_of(x, quantizer, amax)
+    for launch in launches:
+        launch()
+    return made
+
+
+def amax_of(x: Tensor) -> Tensor:
+    """FP32 [...], the amax of each tensor [M, K] of x, in one pass where a kernel can. NaN where there is NaN.
+
+    Elsewhere by torch, which has a copy of x without its signs, and reads that.
+    """
+    if not covers(x, QUANTIZERS["nvfp4"]):
+        return x.abs().amax(dim=(-2, -1)).float()
+    parts, launch = _tops(x.contiguous())
+    launch()
+    return parts.amax(-1).view(x.shape[:-2])
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel of `codes.cu` and what it is called with."""
+
+    function: str
+    blocks: int
+    args: list[Tensor | int]
+    macros: dict[str, int]
+
+    def __call__(self) -> None:
+        kernel("codes.cu", self.function, **self.macros)((self.blocks, 1, 1), (THREADS, 1, 1), self.args)
+
+
+def launches_of(x: Tensor, quantizer: Quantizer, amax: Tensor | None) -> tuple[QuantTensor, list[Launch]]:
+    """Room for the result, and the launches that fill it; all of it where x is."""
     x = x.contiguous()
     lead, (rows, width) = tuple(x.shape[:-2]), x.shape[-2:]
-    bits = quantizer.fmt.bits
-    codes = torch.empty(*lead, rows, width * bits // 8, dtype=torch.uint8, device=x.device)
-    scales, arguments, blocks, function, macros = launch_of(x, quantizer, amax)
-    counts = torch.empty(blocks, 3, dtype=torch.int32, device=x.device)
-    run = kernel("codes.cu", function, **macros)
-    run((blocks, 1, 1), (THREADS, 1, 1), [x, codes, scales, counts, *arguments])
-    nonfinite, saturated, overflow = counts.sum(0).unbind()
-    factor = None
-    if quantizer.has_amax:
-        amax = _own_amax(x) if amax is None else amax.float()
-        factor = divide(1.0, global_encode(amax, quantizer))
-        decodable = (amax >= 6.0 * quantizer.scale_max / FLT_MAX) & (amax <= FLT_MAX / quantizer.scale_max)
-        overflow = (~decodable & (amax != 0)).sum()
-    stats = Stats(nonfinite, saturated, overflow)
-    return QuantTensor(codes, scales, amax, factor, tuple(x.shape), quantizer, -1, stats)
-
-
-def launch_of(
-    x: Tensor, quantizer: Quantizer, amax: Tensor | None
-) -> tuple[Tensor, list[Tensor | int], int, str, dict[str, int]]:
-    """Room for the scales, what the kernel is told beside it, its blocks, its name, and its macros."""
-    lead, (rows, width) = tuple(x.shape[:-2]), x.shape[-2:]
+    codes = torch.empty(*lead, rows, width * quantizer.fmt.bits // 8, dtype=torch.uint8, device=x.device)
+    counts = torch.zeros(3, dtype=torch.int64, device=x.device)
     macros = {"MANTISSA": quantizer.fmt.mantissa_bits, "WIDTH": quantizer.block[1] or 1, "CHUNKS": CHUNKS}
+
+    def result(scales: Tensor, amax: Tensor | None = None, factor: Tensor | None = None) -> QuantTensor:
+        return QuantTensor(codes, scales, amax, factor, tuple(x.shape), quantizer, -1, Stats(*counts.unbind()))
+
     if quantizer.block == SQUARE:
         scales = torch.empty(*lead, rows // 128, width // 128, device=x.device)
-        return scales, [width // 8], scales.numel(), "squares", macros | {"SCALE": 1}
-    block = quantizer.block[1] or 1
-    scales = torch.empty(*lead, rows, width // block, dtype=torch.uint8, device=x.device)
-    pieces, whole = x.numel() // 8, rows * width // 8
-    sixth = inverse = x
-    if quantizer.rule == "nvfp4":
-        encode = global_encode(_own_amax(x) if amax is None else amax.float(), quantizer)
-        sixth, inverse = (encode * RECIPROCAL["e2m1"]).contiguous(), divide(1.0, encode).contiguous()
-    scale = 2 if quantizer.rule == "nvfp4" else 0
-    blocks = -(-pieces // (THREADS * CHUNKS))
-    return scales, [sixth, inverse, pieces, whole], blocks, "blocks", macros | {"SCALE": scale}
+        args: list[Tensor | int] = [x, codes, scales, counts, width // 8]
+        return result(scales), [Launch("squares", scales.numel(), args, macros | {"SCALE": 1})]
+    scales = torch.empty(*lead, rows, width // macros["WIDTH"], dtype=torch.uint8, device=x.device)
+    if quantizer.rule == "mx":
+        pieces = x.numel() // 8
+        blocks = -(-pieces // (THREADS * CHUNKS))
+        args = [x, codes, scales, counts, x, x, x, pieces, blocks, 1]  # x: what only NVFP4 has
+        return result(scales), [Launch("blocks", blocks, args, macros | {"SCALE": 0})]
+    first = []
+    if amax is None:
+        parts, launch = _tops(x)
+        first.append(launch)
+    else:
+        amax = amax.float()
+        parts = amax.reshape(-1, 1).contiguous()
+    found, factor = torch.empty(2, len(parts), device=x.device).unbind()
+    pieces = rows * width // 8
+    blocks = -(-pieces // (THREADS * OF_NVFP4["CHUNKS"]))
+    args = [x, codes, scales, counts, parts, found, factor, pieces, blocks, parts.shape[1]]
+    made = result(scales, found.view(lead) if amax is None else amax, factor.view(lead))
+    return made, [*first, Launch("blocks", blocks * len(parts), args, OF_NVFP4)]
 
 
-def _own_amax(x: Tensor) -> Tensor:
-    """FP32 [...], of each tensor of a stack."""
-    low, high = torch.aminmax(x.flatten(-2), dim=-1)
-    return torch.maximum(-low, high).float()
+def _tops(x: Tensor) -> tuple[Tensor, Launch]:
+    """FP32 [tensors, parts]: the amax of parts of each tensor, and how they come about. x: contiguous."""
+    pieces = x.shape[-2] * x.shape[-1] // 8
+    num_tensors, num_parts = x.numel() // 8 // pieces, min(PARTS, -(-pieces // (THREADS * OF_NVFP4["CHUNKS"])))
+    parts = torch.empty(num_tensors, num_parts, device=x.device)
+    return parts, Launch("tops", parts.numel(), [x, parts, pieces, num_parts], OF_NVFP4)

@@ -185,7 +185,7 @@ TABLE = (
         operation="quantize",
         name="cuda",
         promise="bits",
-        devices="CUDA, compute capability 9.0",
+        devices="CUDA, compute capability 9.0; this form not run here",
         shapes="finite BF16, along rows, whole blocks; MX, NVFP4 per tensor, FP8 128 x 128 with power-of-two scales",
         where="codes_cuda.codes_of",
     ),

@@ -41,9 +41,43 @@ __device__ __forceinline__ u32 ones_where_number(u32 a) {  // all bits of a half
   return c;
 }
 
+__device__ __forceinline__ u32 times_plus(u32 a, u32 b, u32 c) {  // of BF16: a b + c, rounded once
+  u32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
+// E4M3, rounded to nearest, ties to even codes; beyond the largest it is the largest, NaN is 0x7F, zeros keep their signs.
+
+__device__ __forceinline__ u32 one_of_e4m3(float a) {
+  unsigned short y;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, 0f00000000, %1;" : "=h"(y) : "f"(a));
+  return y;
+}
+
+__device__ __forceinline__ u32 four_of_e4m3(float a, float b, float c, float d) {  // a in the lowest byte
+  u32 y;
+  asm("{.reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, %2, %1; cvt.rn.satfinite.e4m3x2.f32 h, %4, %3; mov.b32 %0, {l, h};}"
+      : "=r"(y) : "f"(a), "f"(b), "f"(c), "f"(d));
+  return y;
+}
+
+__device__ __forceinline__ float value_of_e4m3(u32 code) {
+  float y;
+  asm("{.reg .b16 l, h; .reg .b32 p; cvt.rn.f16x2.e4m3x2 p, %1; mov.b32 {l, h}, p; cvt.f32.f16 %0, l;}"
+      : "=f"(y) : "h"((unsigned short)code));
+  return y;
+}
+
 __device__ __forceinline__ u32 pair_of_bf16(float low, float high) {
   u32 y;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+
+__device__ __forceinline__ float quick_reciprocal(float a) {  // the first steps; not rounded yet
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(a));
   return y;
 }
 
