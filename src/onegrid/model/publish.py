@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from onegrid.errors import NonFiniteError
 from onegrid.formats import QUANTIZERS, QuantTensor, quantize
 from onegrid.model.stacks import is_stack
-from onegrid.ops.codes_cuda import amax_of, quantized
+from onegrid.ops.codes_cuda import amax_of, new_counts, quantized
 from onegrid.recipe import Plan
 
 
@@ -30,20 +31,23 @@ def publish(
     by_definition  quantize by the definition, whatever kernel there is
     Tensors of one amax group get one global amax, expert by expert. Raises NonFiniteError naming tensor and count.
     """
+    if not values:
+        return {}
     names = {key: _quantizer_name(plan, keys[key][0], side) for key in values}
     amax = _shared_amax({k: v for k, v in values.items() if names[k] is not None}, keys, plan, names)
     out: dict[str, QuantTensor | Tensor] = {}
     bad: list[Tensor] = []
-    for key, value in values.items():
+    counts = new_counts(len(values), next(iter(values.values())).device)
+    for row, (key, value) in zip(counts, values.items(), strict=True):
         name = names[key]
         if name is None:
             out[key] = value
             bad.append((~torch.isfinite(value)).sum())
             continue
-        make = quantize if by_definition else quantized
+        make = quantize if by_definition else partial(quantized, counts=row)
         out[key] = q = make(value, QUANTIZERS[name], amax=amax.get(key))
         bad.append(q.stats.nonfinite)
-    for key, count in zip(values, torch.stack(bad).tolist() if bad else (), strict=True):  # one wait for all
+    for key, count in zip(values, torch.stack(bad).tolist(), strict=True):  # one wait for all
         if count:
             first = _first_bad(key, keys[key], torch.isfinite(values[key]))
             raise NonFiniteError(f"{first}: {count} NaN or Inf values in {key}")

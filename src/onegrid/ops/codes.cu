@@ -9,8 +9,8 @@
 // that has whole numbers as its last bits rounds to the nearest, ties to even codes: the order of the four stays.
 //
 // Set by the caller: MANTISSA (3: E4M3, 1: E2M1), SCALE, WIDTH, CHUNKS (pieces of 8 numbers a thread). A piece is 16
-// bytes; neighbouring lanes share a block. Codes of NaN and Inf mean nothing; `counts` are added to: NaN and Inf, numbers
-// beyond the format's range, and scales that decode to no finite number.
+// bytes; neighbouring lanes share a block. `counts` are added to: NaN and Inf, numbers beyond the format's range, and scales
+// that decode to no finite number. Blocks that hold NaN or Inf have the first of these right, and nothing else.
 
 #define FOUR (MANTISSA == 1)
 #define LANES (WIDTH / 8)

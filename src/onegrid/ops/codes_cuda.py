@@ -26,13 +26,18 @@ PARTS = 256
 SQUARE = (128, 128)
 
 
-def quantized(x: Tensor, quantizer: Quantizer, amax: Tensor | None = None) -> QuantTensor:
+def quantized(
+    x: Tensor, quantizer: Quantizer, amax: Tensor | None = None, *, counts: Tensor | None = None
+) -> QuantTensor:
     """`formats.quantize` along the last axis, by the kernel where it covers the case.
 
-    x     [..., M, K]; on a GPU codes and scales of blocks with NaN or Inf mean nothing, and `stats.nonfinite` says so
+    x     [..., M, K]; on a GPU codes, scales and other counts of blocks with NaN or Inf mean nothing, and
+          `stats.nonfinite` says so
     amax  as in `quantize`
+    counts  int64 [3] of zeros where x is, the place of `stats` where a kernel counts: those of many tensors are cleared
+            at once. None: of its own.
     """
-    return codes_of(x, quantizer, amax) if covers(x, quantizer) else quantize(x, quantizer, amax=amax)
+    return codes_of(x, quantizer, amax, counts) if covers(x, quantizer) else quantize(x, quantizer, amax=amax)
 
 
 def covers(x: Tensor, quantizer: Quantizer) -> bool:
@@ -62,9 +67,9 @@ def _is_usual(quantizer: Quantizer) -> bool:
     return options == ("keep", "element", "even", "none") and not quantizer.four_over_six
 
 
-def codes_of(x: Tensor, quantizer: Quantizer, amax: Tensor | None = None) -> QuantTensor:
+def codes_of(x: Tensor, quantizer: Quantizer, amax: Tensor | None = None, counts: Tensor | None = None) -> QuantTensor:
     """By the kernel, where it `covers`. amax: FP32 [...] of an NVFP4 tensor; None: its own."""
-    made, launches = launches_of(x, quantizer, amax)
+    made, launches = launches_of(x, quantizer, amax, counts)
     for launch in launches:
         launch()
     return made
@@ -82,6 +87,11 @@ def amax_of(x: Tensor) -> Tensor:
     return parts.amax(-1).view(x.shape[:-2])
 
 
+def new_counts(num: int, device: torch.device) -> Tensor:
+    """int64 [num, 3] of zeros, a row for the counts of one tensor."""
+    return torch.zeros(num, 3, dtype=torch.int64, device=device)
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """A kernel of `codes.cu` and what it is called with."""
@@ -95,12 +105,14 @@ class Launch:
         kernel("codes.cu", self.function, **self.macros)((self.blocks, 1, 1), (THREADS, 1, 1), self.args)
 
 
-def launches_of(x: Tensor, quantizer: Quantizer, amax: Tensor | None) -> tuple[QuantTensor, list[Launch]]:
+def launches_of(
+    x: Tensor, quantizer: Quantizer, amax: Tensor | None, counts: Tensor | None = None
+) -> tuple[QuantTensor, list[Launch]]:
     """Room for the result, and the launches that fill it; all of it where x is."""
     x = x.contiguous()
     lead, (rows, width) = tuple(x.shape[:-2]), x.shape[-2:]
     codes = torch.empty(*lead, rows, width * quantizer.fmt.bits // 8, dtype=torch.uint8, device=x.device)
-    counts = torch.zeros(3, dtype=torch.int64, device=x.device)
+    counts = new_counts(1, x.device)[0] if counts is None else counts
     macros = {"MANTISSA": quantizer.fmt.mantissa_bits, "WIDTH": quantizer.block[1] or 1, "CHUNKS": CHUNKS}
 
     def result(scales: Tensor, amax: Tensor | None = None, factor: Tensor | None = None) -> QuantTensor:
