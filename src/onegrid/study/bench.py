@@ -206,8 +206,8 @@ def bench_ops(device: torch.device) -> Iterator[Row]:
     for name in ("mxfp8", "mxfp4", "nvfp4", "fp8_128x128"):
         make = partial(quantized, x, QUANTIZERS[name], counts=new_counts(1, device)[0])  # as of one version of a model
         took, moved = graph_seconds(make, device), x.nbytes + quantize(x, QUANTIZERS[name]).num_bytes
-        why = f"a call alone, its launches and a wait included, {seconds(make, device) * 1e6:.0f} us"
-        why += "; numbers are read twice, first for the tensor's amax" if name == "nvfp4" else ""
+        why = f"a call alone, its launches and a wait included, {seconds(make, device) * 1e6:.0f} us" if on_gpu else ""
+        why += "; numbers are read twice, first for the tensor's amax" if on_gpu and name == "nvfp4" else ""
         title = f"quantize to codes {name} {wide}"
         yield row(title, moved / took / 1e12, "TB/s", copy / 1e12, "copy", least=least, why=why)
     for name in ("mxfp8", "nvfp4", "fp8_128x128"):
