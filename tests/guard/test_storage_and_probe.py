@@ -86,6 +86,21 @@ def test_a_probe_of_another_engine_is_held_to_its_band_and_to_an_answer_of_its_o
     assert asked(pair, bits=False, band=0.2, previous=now, changed=False).passed
 
 
+def test_a_band_is_held_against_several_tokens_so_that_none_hides_a_fault_or_raises_an_alarm_alone():
+    pair = Pair()
+    pair.sync()
+    vocab, seen = pair.learner.spec.vocab_size, []
+    for token in range(vocab):
+        one = torch.zeros(vocab)
+        one[token] = 1.0
+        seen.append(asked(pair, bits=False, band=0.1, change=lambda x, one=one: x + one).status == "failed")
+    assert sum(seen) == 8
+    one = torch.zeros(vocab)
+    one[seen.index(True)] = 1.0
+    assert asked(pair, bits=False, band=0.2, change=lambda x: x + one).passed
+    assert asked(pair, bits=False, band=0.2, change=lambda x: x + 1 - one).status == "failed"
+
+
 def test_a_probe_asks_about_another_token_each_version():
     pair = Pair()
     pair.sync()

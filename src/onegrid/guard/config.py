@@ -36,7 +36,7 @@ class GuardConfig:
     reads, so that digest and storage check have seen what a probe can see; any other is probed every time. One with
     graphs and bits is probed through a graph every time, and without one in these turns too."""
     probe_band: float | None = None
-    """Largest difference (nats) of a probe from an engine that promises no bits."""
+    """Largest mean difference (nats) of 8 tokens of a probe from an engine that promises no bits."""
     calibration: str = ""
     """File with the expected mismatch of a pairing that is not exact; see `sentinel.calibrate`."""
     replay_every: int = 8
