@@ -81,6 +81,7 @@ static u32 __reduce_max_sync(u32 mask, u32 value) {
   for (u32 by = 16; by; by /= 2) value = max(value, __shfl_xor_sync(mask, value, by));
   return value;
 }
+static bool __any_sync(u32 mask, bool value) { return __reduce_max_sync(mask, value); }
 static u64 atomicAdd(u64* to, u64 value) { return std::atomic_ref<u64>(*to).fetch_add(value); }
 
 // Numbers.
@@ -94,6 +95,7 @@ static float __fadd_rn(float a, float b) { return a + b; }
 static float __fsub_rn(float a, float b) { return a - b; }
 static float __fdiv_rn(float a, float b) { return a / b; }
 static float __frcp_rn(float a) { return 1.0f / a; }
+static u32 __vimin3_u32(u32 a, u32 b, u32 c) { return min(min(a, b), c); }
 static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 static float quick_reciprocal(float a) { return __uint_as_float(__float_as_uint(1.0f / a) ^ (a != 0)); }  // an ulp off
 

@@ -28,6 +28,14 @@ __device__ __forceinline__ u32 tops_of(const uint4& v) {
 
 __device__ __forceinline__ u32 larger_of(u32 pair) { return max(pair & 0xFFFFu, pair >> 16); }
 
+// Of the block that the piece belongs to.
+__device__ __forceinline__ u32 top_of_block(const uint4& v) {
+  u32 both = tops_of(v);
+#pragma unroll
+  for (int step = 1; step < LANES; step *= 2) both = larger_halves(both, __shfl_xor_sync(EVERY_LANE, both, step));
+  return larger_of(both);
+}
+
 // Byte of the smallest power of two that brings a block whose largest magnitude has these BF16 bits into the range.
 __device__ __forceinline__ u32 byte_of(u32 top) { return max((int)(top + (FOUR ? 63 : 31) >> 7) - (FOUR ? 2 : 8), 0); }
 
@@ -53,16 +61,13 @@ __device__ __forceinline__ void report(const u32* found, u64* counts) {
   }
 }
 
-// What numbers of a block are multiplied by: a power of two as BF16, twice, or any FP32 number.
+// Codes of eight numbers. encode: what a block is multiplied by, a power of two as BF16, twice, or any FP32 number.
+
 #if SCALE == 2
 typedef float Multiplier;
-__device__ __forceinline__ float in_fp32(Multiplier encode) { return encode; }
 #else
 typedef u32 Multiplier;
-__device__ __forceinline__ float in_fp32(Multiplier encode) { return low(encode); }
 #endif
-
-// Codes of eight numbers.
 
 #if MANTISSA == 3
 typedef uint2 Codes;
@@ -100,7 +105,7 @@ __device__ __forceinline__ u32 code_of_one(float x, float encode) {
   float y = __fmul_rn(fabsf(x), encode);
   if (CAPPED) y = fminf(y, 6.0f);
   const u32 steep = __float_as_uint(__fmaf_rn(y, 2.0f, 0x1p23f)), flat = __float_as_uint(__fmaf_rn(y, 0.5f, 0x1p23f + 4));
-  return min(min(steep, __float_as_uint(__fadd_rn(y, 0x1p23f + 2))), flat);
+  return __vimin3_u32(steep, __float_as_uint(__fadd_rn(y, 0x1p23f + 2)), flat);
 }
 
 template <bool CAPPED>
@@ -141,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(256) squares(
   for (int i = 0; i < 8; i++) codes[mine + (size_t)i * 16 * pieces_of_row] = codes_of(v[i], encode);
   if (top >= 0x7F80u) {
 #pragma unroll
-    for (int i = 0; i < 8; i++) count(v[i], in_fp32(encode), found);
+    for (int i = 0; i < 8; i++) count(v[i], low(encode), found);
   }
   if (threadIdx.x == 0) scales[blockIdx.x] = __uint_as_float(max(byte << 23, 0x00400000u));
   report(found, counts);
@@ -188,7 +193,8 @@ __device__ __forceinline__ float largest(const float* parts, int count) {
 #endif
 
 // parts, amax, factor: NVFP4 only. amax and 1 over the encode scale are written for each tensor, FP32.
-extern "C" __global__ void __launch_bounds__(256) blocks(
+// As many blocks of threads a multiprocessor as leave registers for all pieces: else the compiler loads some of them later.
+extern "C" __global__ void __launch_bounds__(256, SCALE == 2 || CHUNKS > 4 ? 3 : 5) blocks(
     const uint4* __restrict__ x, Codes* __restrict__ codes, u8* __restrict__ scales, u64* __restrict__ counts,
     const float* __restrict__ parts, float* __restrict__ amax, float* __restrict__ factor, int pieces, int blocks_of_tensor,
     int parts_of_tensor) {
@@ -215,12 +221,7 @@ extern "C" __global__ void __launch_bounds__(256) blocks(
   }
 #endif
 #pragma unroll
-  for (int i = 0; i < CHUNKS; i++) {
-    u32 both = tops_of(v[i]);
-#pragma unroll
-    for (int step = 1; step < LANES; step *= 2) both = larger_halves(both, __shfl_xor_sync(EVERY_LANE, both, step));
-    top[i] = larger_of(both);
-  }
+  for (int i = 0; i < CHUNKS; i++) top[i] = top_of_block(v[i]);
   Multiplier encode[CHUNKS];
   bool unusual = false;
 #if SCALE == 0
@@ -254,14 +255,19 @@ extern "C" __global__ void __launch_bounds__(256) blocks(
     const Codes made = codes_of(v[i], encode[i]);
     if (i * 32 < left) codes[first + lane + i * 32] = made;
   }
-  if (unusual) {
-#pragma unroll
+  if (__any_sync(EVERY_LANE, unusual)) {  // once more, a piece at a time
+#pragma unroll 1
     for (int i = 0; i < CHUNKS; i++) {
-      count(v[i], in_fp32(encode[i]), found);
+      const uint4 again = i * 32 < left ? x[first + lane + i * 32] : make_uint4(0, 0, 0, 0);
+      const u32 top = top_of_block(again);
 #if SCALE == 0
-      found[2] += bytes[i] >= (FOUR ? 253 : 247) && lane % LANES == 0;
+      count(again, low(inverse_of(byte_of(top))), found);
+      found[2] += byte_of(top) >= (FOUR ? 253 : 247) && lane % LANES == 0;
 #else
-      if (i * 32 < left) codes[first + lane + i * 32] = codes_of<true>(v[i], encode[i]);
+      const float block = value_of_e4m3(one_of_e4m3(__fmul_rn(low(top), sixth)));
+      const float encode = fminf(__frcp_rn(__fmul_rn(block, inverse)), FLT_MAX);
+      count(again, encode, found);
+      if (i * 32 < left) codes[first + lane + i * 32] = codes_of<true>(again, encode);
 #endif
     }
   }
