@@ -232,6 +232,11 @@ def test_case_Q11_scales_do_not_depend_on_shards():
         start("untied", "fp8_tensor", arguments={"tensor_parallel_size": 2})
 
 
+def test_a_format_that_only_emulation_runs_here_is_refused_with_the_setting_that_runs_it():
+    with pytest.raises(CapabilityError, match=r"does not start .* sampler\.vllm\.emulate = true, or .*--emulate"):
+        start("untied", "mxfp8", road="modelopt")
+
+
 def test_formats_without_a_kernel_here_are_refused_by_vllms_own_words():
     with pytest.raises(CapabilityError, match="does not start"):
         start("untied", "fp8_block", road="deepseek", inputs=True)

@@ -99,7 +99,10 @@ def launch(
         try:
             engine = vllm.LLM(**arguments)
         except Exception as error:
-            raise CapabilityError(f"vLLM does not start with this plan and configuration: {reason(error)}") from error
+            hint = _EMULATE if on_cpu and not config.emulate and "kernel" in str(error) else ""
+            raise CapabilityError(
+                f"vLLM does not start with this plan and configuration: {reason(error)}{hint}"
+            ) from error
     launched = Launched(engine, config, folder=folder, max_len=max_len, on_cpu=on_cpu)
     launched.ask("onegrid_open", str(folder), config.road, spec.to_hf_config(), plan.to_json())
     (folder / "canonical").unlink()  # both sides have it mapped; a process that is killed leaves no memory behind
@@ -263,6 +266,9 @@ class Launched:
             core.shutdown()
         gc.unfreeze()  # vLLM hides what it has allocated at its start from the collector
         gc.collect()
+
+
+_EMULATE = " (on a CPU, MXFP8 and NVFP4 are emulated or not run: sampler.vllm.emulate = true, or `onegrid audit --emulate`)"
 
 
 def reason(error: BaseException) -> str:
