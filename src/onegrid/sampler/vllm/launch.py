@@ -268,7 +268,7 @@ class Launched:
         gc.collect()
 
 
-_EMULATE = " (on a CPU, MXFP8 and NVFP4 are emulated or not run: sampler.vllm.emulate = true, or `onegrid audit --emulate`)"
+_EMULATE = " (on a CPU, MXFP8 and NVFP4 run emulated: sampler.vllm.emulate = true, or `onegrid audit --emulate`)"
 
 
 def reason(error: BaseException) -> str:
