@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from onegrid.errors import CapabilityError
+from onegrid.errors import CapabilityError, FormatError
 from onegrid.formats import QUANTIZERS, quantize, quantize_decode
 from onegrid.ops import chains, producers, quantize_cuda
 from onegrid.ops.arranged import arranged
@@ -205,3 +205,5 @@ def test_codes_of_weights_have_the_bytes_of_the_definition(name, gpu):
         x[..., 2, 3], x[..., 3, 5] = torch.nan, torch.inf
         assert int(quantized(x, quantizer).stats.nonfinite) == 2 * max(1, shape[0] if len(shape) == 3 else 1)
     assert not covers(draw(130, 100), quantizer) and not covers(draw(128, 128).float(), quantizer)
+    with pytest.raises(FormatError, match="amax"):
+        quantized(draw(128, 128), quantizer, torch.ones(2, device=gpu))

@@ -37,7 +37,10 @@ def quantized(
     counts  int64 [3] of zeros where x is, the place of `stats` where a kernel counts: those of many tensors are cleared
             at once. None: of its own.
     """
-    return codes_of(x, quantizer, amax, counts) if covers(x, quantizer) else quantize(x, quantizer, amax=amax)
+    fits = amax is None or (quantizer.takes_amax and amax.shape == x.shape[:-2])
+    if fits and covers(x, quantizer):
+        return codes_of(x, quantizer, amax, counts)
+    return quantize(x, quantizer, amax=amax)  # which refuses what does not fit
 
 
 def covers(x: Tensor, quantizer: Quantizer) -> bool:
