@@ -232,7 +232,14 @@ def test_case_Q11_scales_do_not_depend_on_shards():
         start("untied", "fp8_tensor", arguments={"tensor_parallel_size": 2})
 
 
-def test_a_format_that_only_emulation_runs_here_is_refused_with_the_setting_that_runs_it():
+def test_a_format_that_only_emulation_runs_here_is_refused_with_the_setting_that_runs_it(monkeypatch):
+    """As vLLM 0.32 does in a process that has not emulated yet; one that has goes on doing so."""
+    import vllm
+
+    def no_kernel(**arguments):
+        raise ValueError("Failed to find a kernel that can implement the MXFP8 linear layer. Reasons: \n")
+
+    monkeypatch.setattr(vllm, "LLM", no_kernel)
     with pytest.raises(CapabilityError, match=r"does not start .* sampler\.vllm\.emulate = true, or .*--emulate"):
         start("untied", "mxfp8", road="modelopt")
 
