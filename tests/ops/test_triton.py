@@ -60,7 +60,9 @@ def test_no_kernel_lacks_a_row_and_none_adds_in_an_order_that_chance_decides(ker
     callers = [SOURCE / part / f"{module}.py" for part, module in named]
     name = kernel.name if kernel.suffix == ".cu" else kernel.stem
     assert kernel in callers or any(name in path.read_text(encoding="utf-8") for path in callers)
-    assert not re.search(r"atomic_\w+\(|atomic[A-Z]\w+\(|\bred\.", kernel.read_text(encoding="utf-8"))
+    text = kernel.read_text(encoding="utf-8")
+    text = re.sub(r"atomicAdd\([^()]*, \(u64\)\w+\)", "", text)  # whole numbers may come in any order
+    assert not re.search(r"atomic_\w+\(|atomic[A-Z]\w+\(|\bred\.", text)
 
 
 def test_a_cpu_gets_the_definitions_and_an_impossible_wish_is_refused():
