@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from onegrid.convert.convert import convert
 from onegrid.errors import RecipeError
@@ -122,13 +124,27 @@ def test_bytes_do_not_depend_on_how_the_source_is_split(tmp_path):
     bf16_model(tmp_path / "one", "moe")
     bf16_model(tmp_path / "many", "moe", max_shard_bytes=9_000)
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 5
-    for source in ("one", "many"):
+    scattered(tmp_path / "one", tmp_path / "scattered")
+    for source in ("one", "many", "scattered"):
         convert(tmp_path / source, tmp_path / f"{source}_low", preset("nvfp4_all"), layout="modelopt")
     before = torch.get_num_threads()
     convert(tmp_path / "many", tmp_path / "single_thread", preset("nvfp4_all"), layout="modelopt", threads=1)
     assert torch.get_num_threads() == before
     one = files_of(tmp_path / "one_low")
     assert files_of(tmp_path / "many_low") == one == files_of(tmp_path / "single_thread")
+    assert files_of(tmp_path / "scattered_low") == one
+
+
+def scattered(source, target):
+    """The same checkpoint with its tensors from the last to the first, dealt out to three files, in an index that lists
+    them so: gate and up of an expert lie apart, and no file is in the order of layers."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"))
+    tensors = read_all(source)
+    names = sorted(tensors, reverse=True)
+    file_of = {name: f"model-0000{(2, 3, 1)[i % 3]}-of-00003.safetensors" for i, name in enumerate(names)}
+    for file in set(file_of.values()):
+        save_file({name: tensors[name] for name in names if file_of[name] == file}, target / file, {"format": "pt"})
+    (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
 
 
 def test_float_sources_are_rounded_to_bf16_before_they_are_quantized(tmp_path):
