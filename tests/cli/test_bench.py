@@ -96,8 +96,19 @@ def test_a_file_that_holds_no_rows_is_refused_before_anything_is_measured_and_st
 
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "bench_sync", lambda *_, **__: pytest.fail("measured"))
-    result = CliRunner().invoke(app, ["bench", "sync", *SMALL, "--json", str(tmp_path / "absent" / "rows.json")])
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["bench", "sync", *SMALL, "--json", str(tmp_path / "file" / "rows.json")])
     assert isinstance(result.exception, ConfigError) and "cannot be written" in str(result.exception)
+
+
+def test_a_run_that_is_stopped_before_its_first_row_leaves_no_file(tmp_path, monkeypatch):
+    def stop(*_, **__):
+        raise RuntimeError("stopped")
+
+    monkeypatch.setattr(bench, "bench_sync", stop)
+    result = CliRunner().invoke(app, ["bench", "sync", *SMALL, "--json", str(tmp_path / "new" / "rows.json")])
+    assert isinstance(result.exception, RuntimeError)
+    assert not list((tmp_path / "new").iterdir())
 
 
 def test_rows_of_other_commands_stay_and_those_of_the_same_are_replaced(tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from onegrid.cli.files import write_file
 from onegrid.errors import ConfigError
 from onegrid.ops.pins import pin
 from onegrid.recipe import preset
@@ -127,20 +127,10 @@ def _earlier(output: Path) -> list[dict[str, Any]]:
         raise ConfigError(f"--json {output} cannot be read as rows of earlier measurements: {error}") from error
     if not isinstance(old, list) or not all(isinstance(entry, dict) and "command" in entry for entry in old):
         raise ConfigError(f"--json {output} holds no list of measured rows; name a new file, or one of `onegrid bench`")
-    _write(output, old)
+    write_file("--json", output, None)
     return old
 
 
 def _save(output: Path, earlier: list[dict[str, Any]], rows: list[Row], about: dict[str, str]) -> None:
     kept = [entry for entry in earlier if entry["command"] != about["command"]]
-    _write(output, [*kept, *(asdict(r) | about for r in rows)])
-
-
-def _write(output: Path, rows: list[dict[str, Any]]) -> None:
-    """Whole or not at all. ConfigError where it cannot be written."""
-    temporary = output.with_name(f".{output.name}.partial")
-    try:
-        temporary.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, output)
-    except OSError as error:
-        raise ConfigError(f"--json {output} cannot be written: {error}") from error
+    write_file("--json", output, json.dumps([*kept, *(asdict(r) | about for r in rows)], indent=1) + "\n")

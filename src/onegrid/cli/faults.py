@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +13,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from onegrid.errors import CapabilityError, ConfigError
+from onegrid.cli.files import write_file
+from onegrid.errors import CapabilityError
 from onegrid.guard.faults import FAULTS, fault
 from onegrid.sampler.engine import SamplerConfig
 from onegrid.study.campaign import Outcome, try_alone
@@ -61,7 +60,7 @@ def run(
     chosen = [fault(name) for name in names] if names else list(FAULTS.values())
     for option, file in (("--json", json_file), ("--page", page)):
         if file is not None:
-            _write(option, file, None)
+            write_file(option, file, None)
     torch.set_num_threads(1)  # tensors are so small that threads only wait for each other
     began = time.perf_counter()
 
@@ -120,27 +119,14 @@ def run(
     wrong = [*crashed, *problems(outcomes, corruptions, healthy, kills)]
     if json_file is not None:
         found = rows(outcomes, corruptions, healthy)
-        _write("--json", json_file, json.dumps(found, indent=1) + "\n")
+        write_file("--json", json_file, json.dumps(found, indent=1) + "\n")
     if page is not None:
         options = "".join(f" --{option} {value}" for option, value in special)
         what = f"--campaign {campaign}" if campaign else " ".join(names)
         command = f"onegrid faults {what}{f' --seed {seed}' if seed and whole else ''}{options} --page {page}"
-        _write("--page", page, markdown(command, outcomes, corruptions, healthy, kills, absent))
+        write_file("--page", page, markdown(command, outcomes, corruptions, healthy, kills, absent))
     console.print(f"{len(outcomes)} faults in {time.perf_counter() - began:.0f} s")
     for line in wrong:
         console.print(f"BAD {line}", soft_wrap=True, markup=False)
     if wrong:
         raise SystemExit(1)
-
-
-def _write(option: str, file: Path, text: str | None) -> None:
-    """The text whole or not at all; None only looks whether it could be. ConfigError where it cannot."""
-    temporary = file.with_name(f".{file.name}.partial")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text or "", encoding="utf-8")
-        temporary.unlink() if text is None else os.replace(temporary, file)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise ConfigError(f"{option} {file} cannot be written: {error}; name another place") from error

@@ -34,7 +34,7 @@ MULTIPROCESSORS = 132
 """Of an H100 or H200. How work is cut follows it, and no byte does."""
 
 FEW_CHUNKS = 4
-"""Chunks of a sequence that one program may walk while other multiprocessors are free."""
+"""Most chunks that a sequence may have for one program to walk them all."""
 
 LOG2_E = 1.4426950408889634
 _EMPTY = tl.constexpr(float("-inf"))
@@ -224,8 +224,8 @@ def prefill(
 def num_splits(num_sequences: int, num_groups: int, max_chunks: int) -> int:
     """Programs that share the chunks of one sequence and key head: some four a multiprocessor, no more than shorten it.
 
-    0: one walks them all as in prefill, and nothing is merged. So where sequences alone are two on a multiprocessor, as
-    long as none is so long that the others would wait for it; with more of them the merge is hidden.
+    0: one walks them all as in prefill, and nothing is merged. So where sequences alone are two on a multiprocessor or
+    more, as long as none can be so long that the others would wait for it.
     """
     programs = num_sequences * num_groups
     if max_chunks == 1 or (max_chunks <= FEW_CHUNKS and programs >= 1.5 * MULTIPROCESSORS):

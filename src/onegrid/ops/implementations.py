@@ -98,7 +98,7 @@ TABLE = (
         name="triton",
         promise="bits",
         devices="CUDA",
-        shapes="width up to 16,384; MX, NVFP4 per row, FP8 1 x 128 with power-of-two scales; no gradient",
+        shapes="width up to 16,384; MX, NVFP4 per row, FP8 1 x 128 by powers of 2; no gradient; two kernels to 64 rows",
         where="producers.triton_gated",
     ),
     Implementation(

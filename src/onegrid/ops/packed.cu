@@ -3,7 +3,7 @@
 // One block makes 32 HALVES FORMS columns n for all M = 16 MT rows: a warpgroup takes 64, or half as many and zeros, so that
 // more blocks share few columns; it decodes their codes in registers on the way to the matrix unit (weights are its first
 // operand) and adds 16 k after 16 k. Other warps copy KS numbers of every row of weights, their scales and x at a time into
-// a ring of STAGES stages of shared memory: one copies x, which may wait for the kernel before, four copy what does not.
+// a ring of STAGES stages of shared memory: one copies x, which may wait for the kernel before, the others what does not.
 // Within a step of 16 the order of k is free, since the unit adds a step's products as one: lane t of four takes codes 4t
 // to 4t + 3 as pairs (0, 2) and (1, 3), so that the first operand's columns 0 .. 7 are the even k and 8 .. 15 the odd ones.
 // x lies so, see `arranged.py`.
