@@ -91,8 +91,7 @@ def compare(
         equal += int((mine.view(torch.int32) == theirs.view(torch.int32)).sum())
         of += theirs.numel()
         largest = max(largest, float((mine - theirs).abs().max()))
-    choices = [] if live.packed is None else [c for c in live.packed.choices if c.chosen]
-    packed = [f"{c.weight} {c.shape} at {c.rows}" for c in choices]
+    packed = [f"{c.weight} {c.shape} at {c.rows}" for c in live.choices if c.chosen]
     return {"equal": equal, "of": of, "largest": largest, "packed": packed}
 
 

@@ -17,7 +17,7 @@ from onegrid.model import live as live_module
 from onegrid.model import packed
 from onegrid.model.live import LiveWeights
 from onegrid.model.packed import PackedWeights
-from onegrid.ops import packed_choice
+from onegrid.ops import matmul_choice
 from onegrid.sampler import engine, graphs
 from onegrid.sampler.prefill import Model
 from onegrid.sampler.serving import read_addresses
@@ -86,7 +86,7 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine, "Graphs", Captured)
     patch.setattr(engine.Engine, "_why_not", "")
     patch.setattr(campaign, "make_bench", make_bench)
-    choices = tuple(packed_choice.Choice((0, 0), "", rows, 1.0, 2.0, True, True) for rows in packed_choice.ROWS)
+    choices = tuple(matmul_choice.Choice((0, 0), "", rows, 1.0, 2.0, True, True) for rows in matmul_choice.ROWS)
     patch.setattr(packed, "SMALLEST", 0)
     patch.setattr(packed, "covers", lambda quantizer, shape, device: quantizer.name in ("mxfp8", "nvfp4"))
     patch.setattr(packed, "choose", lambda *names, decoded: choices)

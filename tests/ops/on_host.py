@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import onegrid.ops
+from onegrid.ops.cuda_source import TensorMap
 
 HEADER = Path(__file__).with_name("primitives_on_host.h")
 COMPILE = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-pthread", "-w"]
@@ -31,18 +32,32 @@ def _precompiled() -> tempfile.TemporaryDirectory[str]:
 
 
 def run_on_host(
-    folder: Path, file: str, function: str, grid: int, threads: int, args: list[torch.Tensor | int], **macros: int
+    folder: Path,
+    file: str,
+    function: str,
+    grid: int,
+    threads: int,
+    args: list[torch.Tensor | TensorMap | int],
+    **macros: int,
 ) -> None:
     """Runs `function` of `file` over `grid` blocks of `threads`. What it does to contiguous tensors is done to them."""
     if shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler, g++")
     text = (Path(onegrid.ops.__file__).parent / file).read_text(encoding="utf-8")
     text = text.replace("extern __shared__", "extern").replace("__shared__", "static")
-    tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    shown, count = [], 0
+    tensors, shown = [], []
     for a in args:
-        shown.append(f"Pointer{{held[{count}].data()}}" if isinstance(a, torch.Tensor) else f"{a}")
-        count += isinstance(a, torch.Tensor)
+        pointer = f"held[{len(tensors)}].data()"
+        if isinstance(a, TensorMap):
+            num_rows, depth = a.x.shape
+            size = a.x.element_size()
+            shown.append(f"Map{{{pointer}, {num_rows}, {depth * size}, {a.rows}, {size}}}")
+            tensors.append(a.x)
+        elif isinstance(a, torch.Tensor):
+            shown.append(f"Pointer{{{pointer}}}")
+            tensors.append(a)
+        else:
+            shown.append(f"{a}")
     sizes = ", ".join(f"{t.nbytes}" for t in tensors)
     source = f'#include "{HEADER.name}"\n' + "".join(f"#define {name} {value}\n" for name, value in macros.items())
     source += f"\n{text}\nint main() {{\n  Held held({{{sizes}}});\n"

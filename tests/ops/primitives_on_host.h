@@ -19,6 +19,7 @@
 #define __forceinline__ inline
 #define __align__(n)
 #define __launch_bounds__(...)
+#define __grid_constant__
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -220,6 +221,28 @@ static void multiply(float* sum, const u32* a, u64 b) {
   }
   group.threads.arrive_and_wait();
 }
+
+// Tiles of 128 bytes a row, see `slab` and `tensor_copy`: bits 4 to 6 of an address are swapped by bits 7 to 9.
+static u32 swapped(u32 at) { return at ^ (at >> 7 & 7) << 4; }
+static u64 slab(u32 at) {
+  require(at % 1024 == 0, "a tile of slabs is not aligned");
+  return at >> 4;
+}
+static void sums_written() {}
+template <int COUNT>
+static void multiply_shared(float* sum, u64 a, u64 b) {
+  const u32 mine = threadIdx.x % 128, row = mine / 32 * 16 + lane() / 4;
+  const auto number = [](u64 from, u32 row, u32 k) {
+    return of_bf16(at<unsigned short>(swapped(((u32)from << 4) + row * 128 + k * 2)));
+  };
+  for (int i = 0; i < 4 * COUNT; i++) {
+    const u32 column = i / 4 * 8 + lane() % 4 * 2 + i % 2;
+    float total = 0;
+    for (u32 k = 0; k < 16; k++) total += number(a, row + 8 * (i / 2 % 2), k) * number(b, column, k);
+    sum[i] += total;
+  }
+  groups[threadIdx.x / 128]->threads.arrive_and_wait();
+}
 template <int COUNT>
 static void registers_written(u32*) {}
 static void multiplication_begun() {}
@@ -280,6 +303,23 @@ static void bulk_copy(u32 to, const u8* from, u32 bytes, u32 address) {
   std::lock_guard<std::mutex> hold(guard);
   Barrier& b = known(address);
   b.bytes -= bytes;
+  settle(b);
+}
+struct Map {
+  const void* from;
+  int num_rows, row_bytes, rows, size;
+};
+static void tensor_copy(u32 to, const Map* map, int column, int row, u32 address) {
+  require(to % 1024 == 0 && map->row_bytes % 16 == 0, "a copied rectangle is not aligned");
+  for (int r = 0; r < map->rows; r++)
+    for (int byte = 0; byte < 128; byte++) {
+      const long at = (long)column * map->size + byte;
+      const bool inside = row + r < map->num_rows && at < map->row_bytes;
+      ring[swapped(to + r * 128 + byte)] = inside ? ((const u8*)map->from)[(long)(row + r) * map->row_bytes + at] : 0;
+    }
+  std::lock_guard<std::mutex> hold(guard);
+  Barrier& b = known(address);
+  b.bytes -= 128 * map->rows;
   settle(b);
 }
 static void wait_for_former() {}

@@ -157,12 +157,12 @@ def test_packed_weights_refuse_what_they_do_not_decode(gpu):
 @pytest.mark.parametrize("preset", ["mxfp8", "nvfp4_all"])
 def test_a_model_on_packed_weights_gives_the_bytes_of_decoded_ones(preset, gpu, monkeypatch):
     from onegrid.model import packed
-    from onegrid.ops import packed_choice
+    from onegrid.ops import matmul_choice
     from onegrid.study import bench
 
     monkeypatch.setattr(packed, "SMALLEST", 0)
-    monkeypatch.setattr(packed_choice, "BEYOND_CACHE", 1 << 20)
-    monkeypatch.setattr(packed, "packed_rows", lambda found: frozenset(c.rows for c in found if c.same_bytes) | {48})
+    monkeypatch.setattr(matmul_choice, "BEYOND_CACHE", 1 << 20)
+    monkeypatch.setattr(packed, "own_rows", lambda found: frozenset(c.rows for c in found if c.same_bytes) | {48})
     shape = bench.SHAPES["tiny"] | {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
     monkeypatch.setitem(bench.SHAPES, "wide", shape)
     rollouts = {}

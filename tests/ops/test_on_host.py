@@ -5,9 +5,11 @@ import torch
 
 from onegrid.formats import QUANTIZERS, quantize, quantize_decode
 from onegrid.formats.casts import decode_elements
+from onegrid.ops import few_cuda
 from onegrid.ops.arranged import arranged
 from onegrid.ops.codes_cuda import THREADS as WRITERS
 from onegrid.ops.codes_cuda import _tops, knows, launches_of
+from onegrid.ops.cuda_source import TensorMap
 from onegrid.ops.linear import matmul
 from onegrid.ops.operand import operand, operand_of
 from onegrid.ops.packed_cuda import threads_of
@@ -54,6 +56,37 @@ def test_a_packed_matmul_is_that_of_decoded_weights(tmp_path, weight, forms, hal
         [arranged(x), q.codes, q.scales, *factors, out, columns, k], **macros,
     )  # fmt: skip
     assert_same_bytes(out, matmul(a, whole))
+
+
+@pytest.mark.parametrize(
+    ("columns", "num_columns", "pairs", "slabs", "stages", "stages_of_k"),
+    [(32, 72, 2, 2, 3, 5), (48, 48, 1, 1, 2, 3), (136, 264, 3, 1, 3, 4), (64, 128, 4, 2, 2, 2)],
+)
+def test_a_matmul_of_few_rows_is_that_of_the_definition(
+    tmp_path, columns, num_columns, pairs, slabs, stages, stages_of_k
+):
+    k, rows, forms = 64 * slabs * stages_of_k, 16 * pairs, -(-columns // 64)
+    x, w = whole_numbers(rows, k, seed=1), whole_numbers(num_columns, k, seed=2)
+    out = torch.full((rows, num_columns), float("nan"), dtype=torch.bfloat16)
+    run_on_host(
+        tmp_path, "few.cu", "few_matmul", -(-num_columns // columns), few_cuda.threads_of(forms),
+        [TensorMap(w, columns), TensorMap(x, rows), out, num_columns, k],
+        COLUMNS=columns, FORMS=forms, MT=pairs, SLABS=slabs, STAGES=stages, EARLY=1,
+    )  # fmt: skip
+    assert_same_bytes(out, matmul(operand(x, None), operand(w, None)).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("num_columns", [8, 1024, 4096, 6144, 24_576, 57_344, 151_936])
+@pytest.mark.parametrize("rows", [16, 32, 48, 64])
+def test_every_multiprocessor_has_an_even_share_of_columns_and_room_for_it(num_columns, rows):
+    macros, blocks, shared_bytes = few_cuda.tiling_of((num_columns, 4096), rows, 132)
+    columns, forms = macros["COLUMNS"], macros["FORMS"]
+    assert columns % 8 == 0 and 64 * (forms - 1) < columns <= 64 * forms and macros["MT"] == rows // 16
+    assert (blocks - 1) * columns < num_columns <= blocks * columns
+    assert columns == 8 or blocks > -(-blocks // 132) * 132 * 0.75  # no wave is much emptier than the others
+    slab = 128 * (columns + rows)
+    last = (macros["STAGES"] * macros["SLABS"] - 1) * slab  # of the last slab of rows read by a whole warpgroup
+    assert macros["STAGES"] >= 3 and last + 64 * forms * 128 + 1024 <= shared_bytes <= 226 * 1024
 
 
 def test_rows_are_arranged_as_the_page_says():

@@ -21,7 +21,7 @@ from onegrid.model.live import LiveWeights
 from onegrid.model.packed import PackedWeights
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.model.stacks import stack_key, stacks
-from onegrid.ops import packed_choice
+from onegrid.ops import matmul_choice
 from onegrid.ops.linear import matmul
 from onegrid.ops.operand import Operand
 from onegrid.ops.packed_cuda import Packed
@@ -207,7 +207,7 @@ def by_definition(a: Operand, weight: Packed, row_N: torch.Tensor | None) -> tor
 
 @pytest.mark.parametrize("preset", ["mxfp8", "nvfp4_all"])
 def test_weights_that_lie_together_for_one_packed_matmul_are_updated_read_and_proved_as_others(preset, monkeypatch):
-    choices = tuple(packed_choice.Choice((0, 0), "", rows, 1.0, 2.0, True, True) for rows in packed_choice.ROWS)
+    choices = tuple(matmul_choice.Choice((0, 0), "", rows, 1.0, 2.0, True, True) for rows in matmul_choice.ROWS)
     monkeypatch.setattr(packed, "SMALLEST", 0)
     monkeypatch.setattr(packed, "covers", lambda quantizer, shape, device: quantizer is not None)
     monkeypatch.setattr(packed, "choose", lambda *names, decoded: choices)
@@ -244,7 +244,7 @@ def test_weights_that_lie_together_for_one_packed_matmul_are_updated_read_and_pr
 @pytest.mark.parametrize("preset", ["mxfp8", "nvfp4_all", "mxfp4"])
 def test_packed_kernels_serve_few_rows_without_operands_and_change_no_byte(preset, gpu, monkeypatch):
     monkeypatch.setattr(packed, "SMALLEST", 0)
-    monkeypatch.setattr(packed_choice, "BEYOND_CACHE", 1 << 20)
+    monkeypatch.setattr(matmul_choice, "BEYOND_CACHE", 1 << 20)
     shape = bench.SHAPES["tiny"] | {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
     monkeypatch.setitem(bench.SHAPES, "wide", shape)
     rollouts = {}

@@ -42,7 +42,7 @@ class Side:
         """One object out of the three."""
         made = copy.copy(self.sums)
         made.held, made.operands, made.weights = self.codes.held, self.codes.operands, self.codes.weights
-        made.activation, made.joined, made.packed = self.activation.activation, {}, None
+        made.activation, made.joined, made.packed, made.few = self.activation.activation, {}, None, None
         return made
 
 

@@ -18,11 +18,14 @@ from onegrid.formats import QUANTIZERS, Quantizer, QuantTensor, quantize
 from onegrid.model.canonical import Canonical, parts_of
 from onegrid.model.decoder import EMBEDDING
 from onegrid.model.derived import unequal
+from onegrid.model.few import FewRows
 from onegrid.model.packed import PackedWeights
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.model.stacks import is_stack, stack_key, stacks
+from onegrid.ops.few_cuda import few_matmul
 from onegrid.ops.grouped import Dispatch, grouped_matmul, take
 from onegrid.ops.linear import matmul
+from onegrid.ops.matmul_choice import Choice
 from onegrid.ops.native import BLOCK, joined_rows, kind_of, native_operand, native_operand_of, refusal
 from onegrid.ops.operand import Operand, operand, operand_of, row_of
 from onegrid.ops.packed_cuda import packed_matmul
@@ -38,8 +41,9 @@ class LiveWeights:
     side     "learner" or "sampler": whose quantizers of the plan to use
     kernels  see `ops.table.kernels_for`; the other side must have the same
     weights  "decoded" keeps an operand of every weight. "auto" too, and matmuls of few rows read packed weights where
-             `model.packed` finds that better. "codes" keeps none: on a sampler's GPU matmuls of few rows read packed
-             weights wherever a kernel has the same bytes, all others what `read` derives for them
+             `model.packed` finds that better, or BF16 ones by our kernel where `model.few` does. "codes" keeps none: on
+             a sampler's GPU matmuls of few rows read packed weights wherever a kernel has the same bytes, all others
+             what `read` derives for them
     Starts as zeros; nothing may be computed before the first `derive`.
     """
 
@@ -83,6 +87,9 @@ class LiveWeights:
             self.packed = PackedWeights(
                 self.held, self.groups, self.activation, self.device, decoded=self.keeps_operands
             )
+        self.few: FewRows | None = None
+        if side == "sampler" and weights == "auto" and self.kernels.can_capture:
+            self.few = FewRows(self.held, self.groups, self.activation, self.device)
 
     @property
     def keeps_operands(self) -> bool:
@@ -298,7 +305,15 @@ class LiveWeights:
         packed = None if self.packed is None else self.packed.of(keys, len(a.values))
         if packed is not None:
             return packed_matmul(a, packed, self._rows_of(keys) if whole is None else whole.row)
+        few = self.few is not None and self.few.takes(keys, len(a.values))
+        if few and whole is not None and a.kind == whole.kind == "decoded":
+            return few_matmul(a, whole)
         return matmul(a, whole or self.read(keys[0]), bias_N=self._bias_of(keys))
+
+    @property
+    def choices(self) -> list[Choice]:
+        """What was measured, and taken, for matmuls of few rows."""
+        return [choice for one in (self.packed, self.few) if one is not None for choice in one.choices]
 
     def _rows_of(self, keys: tuple[str, ...]) -> Tensor | None:
         """FP32 [N]: factors per row of the weights below each other, from where the format has them; None without."""

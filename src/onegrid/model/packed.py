@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onegrid.formats import Quantizer, QuantTensor
 from onegrid.model.canonical import Canonical
-from onegrid.ops.packed_choice import SMALLEST, Choice, choose, packed_rows
+from onegrid.ops.matmul_choice import SMALLEST, Choice, choose, own_rows
 from onegrid.ops.packed_cuda import Packed, covers
 
 
@@ -50,7 +50,7 @@ class PackedWeights:
             assert isinstance(first, QuantTensor) and wanted is not None
             found = choose(shape, first.quantizer.name, wanted.name, device, decoded=decoded)
             self.choices += [choice for choice in found if choice not in self.choices]
-            rows = packed_rows(found)
+            rows = own_rows(found)
             if rows:
                 self._rows[keys] = rows
                 packed = self._packed[keys] = _together(held, keys, shape)

@@ -36,7 +36,45 @@ def _compiled(file: str, function: str, shared_bytes: int, macros: tuple[tuple[s
     made = torch.cuda._compile_kernel(source, function, capability)
     if shared_bytes:
         made.set_shared_memory_config(shared_bytes)
-    return _Early(made) if dict(macros).get("EARLY") else made
+    return _Launched(made, bool(dict(macros).get("EARLY")))
+
+
+class TensorMap:
+    """A matrix as the copy engine reads it: rectangles of `rows` rows of 128 bytes, see `tensor_copy` in primitives.cu.
+
+    x_NK  [N, K] on a GPU, rows one after another, each a multiple of 16 bytes. The map keeps its address: it is good
+          while the memory is.
+    """
+
+    def __init__(self, x_NK: torch.Tensor, rows: int) -> None:
+        num_rows, depth = x_NK.shape
+        self.x, self.rows = x_NK, rows
+        size = x_NK.element_size()
+        self._room = (ctypes.c_ubyte * 192)()
+        self.address = -(-ctypes.addressof(self._room) // 64) * 64
+        if not x_NK.is_cuda:
+            return  # tests run kernels on a CPU
+        code = _driver().cuTensorMapEncodeTiled(
+            ctypes.c_void_p(self.address),
+            {1: 0, 2: 9}[size],  # CU_TENSOR_MAP_DATA_TYPE_UINT8, _BFLOAT16
+            2,
+            ctypes.c_void_p(x_NK.data_ptr()),
+            (ctypes.c_uint64 * 2)(depth, num_rows),
+            (ctypes.c_uint64 * 1)(depth * size),
+            (ctypes.c_uint32 * 2)(128 // size, rows),
+            (ctypes.c_uint32 * 2)(1, 1),
+            0,  # CU_TENSOR_MAP_INTERLEAVE_NONE
+            3,  # CU_TENSOR_MAP_SWIZZLE_128B
+            2,  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+            0,  # CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+        )
+        if code:
+            raise RuntimeError(f"cuTensorMapEncodeTiled answered {code} for {tuple(x_NK.shape)} of {size} bytes")
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 class _Attribute(ctypes.Structure):
@@ -59,19 +97,26 @@ class _Config(ctypes.Structure):
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 
-class _Early:
-    """A compiled kernel that `cuLaunchKernelEx` launches before the one before it has ended."""
+class _Launched:
+    """A compiled kernel; `early`: launched before the kernel before it has ended."""
 
-    def __init__(self, made: Any) -> None:
-        self.made = made
-        self.driver = ctypes.CDLL("libcuda.so.1")
+    def __init__(self, made: Any, early: bool) -> None:
+        self.made, self.early = made, early
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: list[Any], shared_bytes: int = 0) -> None:
-        held = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else ctypes.c_int(a) for a in args]
-        pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(value) for value in held))
+        held = [_argument(a) for a in args]
+        pointers = (ctypes.c_void_p * len(held))(
+            *(a.address if isinstance(a, TensorMap) else ctypes.addressof(a) for a in held)
+        )
         attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
         stream = torch.cuda.current_stream().cuda_stream
-        config = _Config(*grid, *block, shared_bytes, stream, ctypes.pointer(attribute), 1)
-        code = self.driver.cuLaunchKernelEx(ctypes.byref(config), self.made.func, pointers, None)
+        config = _Config(*grid, *block, shared_bytes, stream, ctypes.pointer(attribute), int(self.early))
+        code = _driver().cuLaunchKernelEx(ctypes.byref(config), self.made.func, pointers, None)
         if code:
             raise RuntimeError(f"cuLaunchKernelEx answered {code}")
+
+
+def _argument(a: Any) -> Any:
+    if isinstance(a, torch.Tensor):
+        return ctypes.c_void_p(a.data_ptr())
+    return a if isinstance(a, TensorMap) else ctypes.c_int(a)

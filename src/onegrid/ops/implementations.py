@@ -185,7 +185,7 @@ TABLE = (
         operation="quantize",
         name="cuda",
         promise="bits",
-        devices="CUDA, compute capability 9.0; this form not run here",
+        devices="CUDA, compute capability 9.0",
         shapes="finite BF16, along rows, whole blocks; MX, NVFP4 per tensor, FP8 128 x 128 with power-of-two scales",
         where="codes_cuda.codes_of",
     ),
@@ -264,12 +264,7 @@ TABLE = (
         operation="note", name="plain", promise="definition", devices="all", shapes="all", where="note.note"
     ),
     Implementation(
-        operation="note",
-        name="triton",
-        promise="bits",
-        devices="CUDA",
-        shapes="all",
-        where="note.triton_note",
+        operation="note", name="triton", promise="bits", devices="CUDA", shapes="all", where="note.triton_note"
     ),
     Implementation(
         operation="matmul",
@@ -329,6 +324,14 @@ TABLE = (
         devices="CUDA, compute capability 9.0",
         shapes="16 to 64 rows; MXFP8, MXFP4, NVFP4; N a multiple of 16, K of 256; where faster",
         where="packed_cuda.packed_matmul",
+    ),
+    Implementation(
+        operation="matmul",
+        name="few",
+        promise="bits",
+        devices="CUDA, compute capability 9.0",
+        shapes="16 to 64 rows; BF16; N a multiple of 8, K of 128; where faster",
+        where="few_cuda.few_matmul",
     ),
     Implementation(
         operation="digest",

@@ -158,6 +158,37 @@ __device__ __forceinline__ void multiply(float* sum, const u32* a, u64 b) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
+// A tile of rows of 64 k, 128 bytes each, as `tensor_copy` lays them down. Both operands of a product may lie so.
+__device__ __forceinline__ u64 slab(u32 at) { return (u64)((at & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62; }
+
+// Ahead of products whose operands all lie in shared memory.
+__device__ __forceinline__ void sums_written() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// As `multiply`, with a in shared memory as `slab` says.
+template <int COUNT>
+__device__ __forceinline__ void multiply_shared(float* sum, u64 a, u64 b) {
+  if constexpr (COUNT == 2)
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, 1, 1, 1, 0, 0;"
+        : OF_EIGHT(0) : "l"(a), "l"(b));
+  else if constexpr (COUNT == 4)
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
+        "%13, %14, %15}, %16, %17, 1, 1, 1, 0, 0;"
+        : OF_EIGHT(0), OF_EIGHT(8) : "l"(a), "l"(b));
+  else if constexpr (COUNT == 6)
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
+        "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, %24, %25, 1, 1, 1, 0, 0;"
+        : OF_EIGHT(0), OF_EIGHT(8), OF_EIGHT(16) : "l"(a), "l"(b));
+  else
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
+        "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "%32, %33, 1, 1, 1, 0, 0;"
+        : OF_EIGHT(0), OF_EIGHT(8), OF_EIGHT(16), OF_EIGHT(24) : "l"(a), "l"(b));
+}
+
 __device__ __forceinline__ void multiplication_begun() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // Until all but the last LEFT groups of products have ended.
@@ -218,4 +249,15 @@ __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_
 __device__ __forceinline__ void bulk_copy(u32 to, const u8* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
       ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// A rectangle of a matrix by the copy engine: rows from `row`, each the 128 bytes from column `column`, laid 128 bytes apart
+// from a multiple of 1,024 on, their pieces of 16 bytes swapped by the row (CU_TENSOR_MAP_SWIZZLE_128B) so that eight rows of
+// one piece lie in different banks. Beyond the matrix there are zeros. `cuda_source.TensorMap` makes the map.
+struct __align__(64) Map {
+  u8 bytes[128];
+};
+__device__ __forceinline__ void tensor_copy(u32 to, const Map* map, int column, int row, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+      ::"r"(to), "l"(map), "r"(barrier), "r"(column), "r"(row) : "memory");
 }

@@ -222,7 +222,7 @@ def bench_ops(device: torch.device) -> Iterator[Row]:
 
 def _packed(device: torch.device) -> Iterator[Row]:
     """Matmuls of 32 rows behind their quantizer, the linears of the 8B shape: our kernel against the library's."""
-    from onegrid.ops.packed_choice import choose
+    from onegrid.ops.matmul_choice import choose
 
     for weight, activation in (("mxfp8", "mxfp8"), ("nvfp4", "nvfp4_row")):
         for shape in ((6144, 4096), (4096, 4096), (24_576, 4096), (4096, 12_288)):
@@ -230,7 +230,7 @@ def _packed(device: torch.device) -> Iterator[Row]:
                 if choice.rows == 32:
                     name = f"quantizer and matmul of 32 rows, {weight} weights {shape}"
                     why = "the same bytes" if choice.same_bytes else "other bytes, so never taken"
-                    yield row(name, choice.packed_us, "us", choice.decoded_us, "the library, decoded", why=why)
+                    yield row(name, choice.own_us, "us", choice.library_us, "the library, decoded", why=why)
 
 
 def _attention(device: torch.device, copy: float) -> Iterator[Row]:

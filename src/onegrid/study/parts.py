@@ -60,7 +60,7 @@ class Parts:
     proof: Proof
     """That rows are independent on this device; an exact plan is refused without it."""
     matmuls: list[dict[str, Any]]
-    """What was measured, and taken, for matmuls of few rows: `ops.packed_choice`."""
+    """What was measured, and taken, for matmuls of few rows: `ops.matmul_choice`."""
 
 
 def train_parts(
@@ -188,7 +188,7 @@ def build(design: Design) -> Parts:
         sampler=make_sampler(config.sampler, live, proof, decode_text=tokenizer.decode),
         reference=learner(design.reference_plan, replace(config.learner, lora=None)) if asked else None,
         proof=proof,
-        matmuls=[] if live.packed is None else [asdict(choice) for choice in live.packed.choices],
+        matmuls=[asdict(choice) for choice in live.choices],
     )
 
 
