@@ -114,6 +114,7 @@ def browser(executable: str, profile: Path) -> Iterator[Tab]:
         "--disable-gpu",
         "--disable-dev-shm-usage",
         "--disable-background-networking",
+        "--disable-features=BackForwardCache",
         "--no-first-run",
         "--remote-debugging-port=0",
         f"--user-data-dir={profile}",

@@ -28,6 +28,19 @@ def tab(tmp_path_factory):
         yield tab
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """One address for all pages: a browser compiles the plotting library again, for seconds, at every other one."""
+    return tmp_path_factory.mktemp("page") / "page.html"
+
+
+@pytest.fixture
+def page(place):
+    """Where a test writes its page; nothing of another test is there."""
+    place.unlink(missing_ok=True)
+    return place
+
+
 def load(tab: Tab, page: Path, *, width: int = 1280, dark: bool = False) -> None:
     """Opens a page afresh and checks what must hold for each: drawn, no error, nothing asked of a network."""
     tab.errors.clear()
@@ -62,10 +75,10 @@ def drawn(tab: Tab, chart: str) -> dict[str, list[list[float]]]:
 
 
 @pytest.mark.parametrize(("width", "dark"), [(400, True), (1280, False)], ids=["narrow and dark", "wide and light"])
-def test_the_numbers_on_the_page_are_those_of_the_record(tab, tmp_path, width, dark):
+def test_the_numbers_on_the_page_are_those_of_the_record(tab, page, tmp_path, width, dark):
     folder = write_run(tmp_path / "run-1")
-    assert page_of([folder], tmp_path / "page.html") == []
-    load(tab, tmp_path / "page.html", width=width, dark=dark)
+    assert page_of([folder], page) == []
+    load(tab, page, width=width, dark=dark)
     lines = read_metrics(folder)
     steps = lines[1:]
 
@@ -108,11 +121,11 @@ def test_the_numbers_on_the_page_are_those_of_the_record(tab, tmp_path, width, d
     assert tab.value("document.querySelectorAll('.network td.f-mxfp8').length") == 2 * 7
 
 
-def test_several_runs_lie_over_each_other_with_a_legend(tab, tmp_path):
+def test_several_runs_lie_over_each_other_with_a_legend(tab, page, tmp_path):
     one = write_run(tmp_path / "mxfp8-1")
     other = write_run(tmp_path / "bf16-1", recipe="bf16", seed=1, num_steps=20)
-    page_of([one, other], tmp_path / "page.html")
-    load(tab, tmp_path / "page.html", width=2000)
+    page_of([one, other], page)
+    load(tab, page, width=2000)
     names = tab.value("document.getElementById('chart-entropy').data.map(t => t.name)")
     assert names == ["mxfp8-1", "bf16-1"]
     legend = tab.value("[...document.querySelectorAll('#chart-entropy .legendtext')].map(e => e.textContent)")
@@ -124,15 +137,15 @@ def test_several_runs_lie_over_each_other_with_a_legend(tab, tmp_path):
     assert tab.value("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_hostile_text_is_shown_and_never_run(tab, tmp_path):
+def test_hostile_text_is_shown_and_never_run(tab, page, tmp_path):
     folder = write_run(tmp_path / "<b onclick=x>&run", num_steps=4, texts=(HOSTILE, HOSTILE))
     add_incident(folder, step=2, text=HOSTILE)
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": 5, f"guard/{HOSTILE}": 0, f"train/grad_norm/{HOSTILE}": 1.5}) + "\n")
     config = (folder / "config.toml").read_text()
     (folder / "config.toml").write_text(config + "[task]\ntemplate = " + json.dumps(HOSTILE) + "\n")
-    page_of([folder], tmp_path / "page.html")
-    load(tab, tmp_path / "page.html")
+    page_of([folder], page)
+    load(tab, page)
     assert tab.value("document.querySelector('.prompt').textContent") == HOSTILE
     assert HOSTILE in tab.value("document.querySelector('.incident').textContent")
     assert tab.value("document.querySelectorAll('main img').length") == 0
@@ -141,20 +154,19 @@ def test_hostile_text_is_shown_and_never_run(tab, tmp_path):
     assert "default-src 'none'" in policy and "unsafe-inline" not in policy.split("script-src")[1].split(";")[0]
 
 
-def test_a_script_that_gets_into_the_page_does_not_run(tab, tmp_path):
+def test_a_script_that_gets_into_the_page_does_not_run(tab, page, tmp_path):
     folder = write_run(tmp_path / "run-1", num_steps=4)
-    page_of([folder], tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text()
-    (tmp_path / "changed.html").write_text(text.replace("<main", "<script>window.hacked = 3</script><main"))
-    tab.open((tmp_path / "changed.html").as_uri(), width=800)
+    page_of([folder], page)
+    page.write_text(page.read_text().replace("<main", "<script>window.hacked = 3</script><main"))
+    tab.open(page.as_uri(), width=800)
     assert tab.value("window.hacked === undefined && document.documentElement.dataset.drawn === 'yes'")
     tab.errors.clear()
 
 
-def test_a_keyboard_reaches_everything_and_the_theme_changes(tab, tmp_path):
+def test_a_keyboard_reaches_everything_and_the_theme_changes(tab, page, tmp_path):
     folder = write_run(tmp_path / "run-1", num_steps=4)
-    page_of([folder], tmp_path / "page.html")
-    load(tab, tmp_path / "page.html")
+    page_of([folder], page)
+    load(tab, page)
     seen = []
     for _ in range(40):
         tab.press("Tab", 9)
@@ -168,7 +180,7 @@ def test_a_keyboard_reaches_everything_and_the_theme_changes(tab, tmp_path):
     assert tab.errors == []
 
 
-def test_a_run_in_progress_or_cut_short_says_what_is_missing(tab, tmp_path):
+def test_a_run_in_progress_or_cut_short_says_what_is_missing(tab, page, tmp_path):
     folder = write_run(tmp_path / "run-1", done=5)
     add_incident(folder, step=6)
     metrics = (folder / "metrics.jsonl").read_text()
@@ -177,10 +189,10 @@ def test_a_run_in_progress_or_cut_short_says_what_is_missing(tab, tmp_path):
         (folder / name).unlink()
     for path in (folder / "rollouts").iterdir():
         path.unlink()
-    missing = " ".join(page_of([folder], tmp_path / "page.html"))
+    missing = " ".join(page_of([folder], page))
     for words in ("last line is torn", "versions.json cannot be read", "plan.json", "No rollouts were kept"):
         assert words in missing
-    load(tab, tmp_path / "page.html")
+    load(tab, page)
     shown = tab.value("document.body.innerText")
     assert "What is missing" in shown and "last line is torn" in shown
     assert "4 of 12" in shown and "stopped by a check" in shown
@@ -189,14 +201,14 @@ def test_a_run_in_progress_or_cut_short_says_what_is_missing(tab, tmp_path):
     assert tab.value("document.querySelector('.tile.bad [data-fact]').dataset.fact") == "Checks"
 
 
-def test_what_was_not_measured_is_said_and_no_zero_is_drawn(tab, tmp_path):
+def test_what_was_not_measured_is_said_and_no_zero_is_drawn(tab, page, tmp_path):
     def only_reward(step, metrics):
         for key in [key for key in metrics if key != "rollout/raw_reward"]:
             del metrics[key]
 
     folder = write_run(tmp_path / "run-1", num_steps=4, change=only_reward)
-    page_of([folder], tmp_path / "page.html")
-    load(tab, tmp_path / "page.html")
+    page_of([folder], page)
+    load(tab, page)
     pair = "t => [t.children[0].innerText, t.children[1].innerText]"
     tiles = tab.value(f"Object.fromEntries([...document.querySelectorAll('.tile')].map({pair}))")
     for label in ("Mismatch", "Checks", "Sampler speed", "Time"):
@@ -248,11 +260,11 @@ def test_damaged_files_still_give_a_page(tmp_path, content):
     assert page_of([folder], tmp_path / "page.html")
 
 
-def test_the_page_of_damaged_files_renders(tab, tmp_path):
+def test_the_page_of_damaged_files_renders(tab, page, tmp_path):
     folder = write_run(tmp_path / "run-1", num_steps=4)
     damage(folder, BAD[-1])
-    page_of([folder], tmp_path / "page.html")
-    load(tab, tmp_path / "page.html")
+    page_of([folder], page)
+    load(tab, page)
     assert "What is missing" in tab.value("document.body.innerText")
 
 
