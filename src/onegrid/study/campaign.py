@@ -118,6 +118,7 @@ def guarded(
     guard = guard_of(dataclasses.replace(_thorough(device, weights), off=off), bench.learner, bench.sampler)
     clock: dict[str, Any] = {"begin": time.perf_counter(), "phase": "sync", "syncs": 0}
     fault.inject(bench)
+    assert not bench.happened, f"{fault.name} has acted before its version"
     _note_time(bench, clock)
     found: dict[str, Any] = {"caught_by": "", "at": "", "named_right": not fault.fires, "seconds": 0.0}
     verdicts: tuple[Verdict, ...] = ()

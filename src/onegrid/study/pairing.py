@@ -145,7 +145,7 @@ def run_loop(
         display=Display(num_steps, console=Console(quiet=True)),
         dynamic=DynamicConfig(),
         correction=CorrectionConfig(),
-        evaluation=EvalConfig(num_problems=1),
+        evaluation=EvalConfig(num_problems=0),
         checkpoints=checkpoint.CheckpointConfig(every=every),
         state=state,
     )
