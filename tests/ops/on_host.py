@@ -51,7 +51,7 @@ def run_on_host(
         if isinstance(a, TensorMap):
             num_rows, depth = a.x.shape
             size = a.x.element_size()
-            shown.append(f"Map{{{pointer}, {num_rows}, {depth * size}, {a.rows}, {size}}}")
+            shown.append(f"Map{{{pointer}, {num_rows}, {depth * size}, {a.rows}, {a.width}, {size}}}")
             tensors.append(a.x)
         elif isinstance(a, torch.Tensor):
             shown.append(f"Pointer{{{pointer}}}")

@@ -200,7 +200,7 @@ struct Group {
 };
 static std::vector<std::unique_ptr<Group>> groups;
 static u64 tile(u32 at, u32 across, u32 down) {
-  require(at % 16 == 0 && at < 1 << 18, "an operand in shared memory is not aligned");
+  require(at % 16 == 0 && at < sizeof ring, "an operand in shared memory is not aligned");
   return (u64)(at >> 4) | (u64)(across >> 4) << 16 | (u64)(down >> 4) << 32;
 }
 template <int COUNT>
@@ -307,19 +307,21 @@ static void bulk_copy(u32 to, const u8* from, u32 bytes, u32 address) {
 }
 struct Map {
   const void* from;
-  int num_rows, row_bytes, rows, size;
+  int num_rows, row_bytes, rows, width, size;
 };
 static void tensor_copy(u32 to, const Map* map, int column, int row, u32 address) {
-  require(to % 1024 == 0 && map->row_bytes % 16 == 0, "a copied rectangle is not aligned");
+  const bool whole = map->width == 128;
+  require(to % (whole ? 1024 : 128) == 0 && map->row_bytes % 16 == 0, "a copied rectangle is not aligned");
   for (int r = 0; r < map->rows; r++)
-    for (int byte = 0; byte < 128; byte++) {
+    for (int byte = 0; byte < map->width; byte++) {
       const long at = (long)column * map->size + byte;
       const bool inside = row + r < map->num_rows && at < map->row_bytes;
-      ring[swapped(to + r * 128 + byte)] = inside ? ((const u8*)map->from)[(long)(row + r) * map->row_bytes + at] : 0;
+      const u32 where = to + r * map->width + byte;
+      ring[whole ? swapped(where) : where] = inside ? ((const u8*)map->from)[(long)(row + r) * map->row_bytes + at] : 0;
     }
   std::lock_guard<std::mutex> hold(guard);
   Barrier& b = known(address);
-  b.bytes -= 128 * map->rows;
+  b.bytes -= map->width * map->rows;
   settle(b);
 }
 static void wait_for_former() {}

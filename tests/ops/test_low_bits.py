@@ -123,7 +123,7 @@ def test_producers_have_the_bytes_of_chain_and_quantizer(name, width, gpu):
 
 @pytest.mark.parametrize(("name", "activation"), [("mxfp8", "mxfp8"), ("mxfp4", "mxfp4"), ("nvfp4", "nvfp4_row")])
 @pytest.mark.parametrize(
-    "shape", [(16, 256), (112, 512), (6144, 4096), (4096, 12288), (24576, 1024), (36864, 256)], ids=str
+    "shape", [(16, 512), (112, 512), (6144, 4096), (4096, 12288), (24576, 1024), (36864, 1536)], ids=str
 )
 def test_a_matmul_of_packed_weights_has_the_bytes_of_the_decoded_one(name, activation, shape, gpu):
     from onegrid.ops.packed_cuda import Packed, covers, packed_matmul
@@ -143,14 +143,14 @@ def test_a_matmul_of_packed_weights_has_the_bytes_of_the_decoded_one(name, activ
 def test_packed_weights_refuse_what_they_do_not_decode(gpu):
     from onegrid.ops.packed_cuda import Packed, covers, packed_matmul
 
-    weight = quantize(draw(32, 256, scale=2.0**20), QUANTIZERS["mxfp8"])
-    packed = Packed(weight.codes, weight.scales, weight.quantizer, (32, 256))
+    weight = quantize(draw(32, 512, scale=2.0**20), QUANTIZERS["mxfp8"])
+    packed = Packed(weight.codes, weight.scales, weight.quantizer, (32, 512))
     with pytest.raises(CapabilityError, match="decoded"):
         packed.check()
-    a = operand(draw(80, 256), QUANTIZERS["mxfp8"])
+    a = operand(draw(80, 512), QUANTIZERS["mxfp8"])
     with pytest.raises(CapabilityError, match="80 rows"):
         packed_matmul(a, packed, None)
-    assert not covers(QUANTIZERS["mxfp8"], (32, 128), gpu)
+    assert not covers(QUANTIZERS["mxfp8"], (32, 256), gpu)
     assert not covers(QUANTIZERS["fp8_128x128"], (128, 128), gpu)
 
 
@@ -163,7 +163,7 @@ def test_a_model_on_packed_weights_gives_the_bytes_of_decoded_ones(preset, gpu, 
     monkeypatch.setattr(packed, "SMALLEST", 0)
     monkeypatch.setattr(matmul_choice, "BEYOND_CACHE", 1 << 20)
     monkeypatch.setattr(packed, "own_rows", lambda found: frozenset(c.rows for c in found if c.same_bytes) | {48})
-    shape = bench.SHAPES["tiny"] | {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
+    shape = bench.SHAPES["tiny"] | {"hidden_size": 512, "head_dim": 64, "intermediate_size": 1024}
     monkeypatch.setitem(bench.SHAPES, "wide", shape)
     rollouts = {}
     for weights in ("auto", "decoded"):

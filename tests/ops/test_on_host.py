@@ -5,14 +5,13 @@ import torch
 
 from onegrid.formats import QUANTIZERS, quantize, quantize_decode
 from onegrid.formats.casts import decode_elements
-from onegrid.ops import few_cuda
+from onegrid.ops import few_cuda, packed_cuda
 from onegrid.ops.arranged import arranged
 from onegrid.ops.codes_cuda import THREADS as WRITERS
 from onegrid.ops.codes_cuda import _tops, knows, launches_of
 from onegrid.ops.cuda_source import TensorMap
 from onegrid.ops.linear import matmul
 from onegrid.ops.operand import operand, operand_of
-from onegrid.ops.packed_cuda import threads_of
 from onegrid.ops.quantize_cuda import RULES, THREADS
 from tests.bytes import assert_same_bytes
 from tests.ops.on_host import run_on_host
@@ -25,20 +24,21 @@ def whole_numbers(*shape, seed):
 
 
 @pytest.mark.parametrize(
-    ("weight", "forms", "halves", "pairs", "depth", "columns"),
+    ("weight", "num_columns", "columns", "pairs", "chunks", "stages"),
     [
-        ("mxfp8", 1, 2, 2, 256, 96),
-        ("mxfp8", 2, 2, 1, 512, 120),
-        ("mxfp8", 1, 1, 3, 128, 72),
-        ("mxfp4", 1, 1, 4, 256, 40),
-        ("nvfp4_row", 1, 2, 2, 256, 96),
-        ("nvfp4_row", 3, 2, 1, 256, 200),
+        ("mxfp8", 104, 48, 2, 2, 3),
+        ("mxfp8", 136, 128, 1, 1, 3),
+        ("mxfp8", 72, 32, 3, 2, 2),
+        ("mxfp4", 40, 24, 4, 2, 2),
+        ("nvfp4_row", 96, 64, 2, 1, 3),
+        ("nvfp4_row", 200, 176, 1, 2, 2),
     ],
 )
-def test_a_packed_matmul_is_that_of_decoded_weights(tmp_path, weight, forms, halves, pairs, depth, columns):
-    k, rows, stages = 3 * depth, 16 * pairs, 3 if depth == 128 else 2
+def test_a_packed_matmul_is_that_of_decoded_weights(tmp_path, weight, num_columns, columns, pairs, chunks, stages):
+    k, rows, halves = 1536, 16 * pairs, 1 if columns <= 32 else 2
+    forms = -(-columns // (32 * halves))
     quantizer = QUANTIZERS[weight]
-    w = whole_numbers(columns, k, seed=1)
+    w = whole_numbers(num_columns, k, seed=1)
     w[:, ::3] *= 8
     w[5], w[:, 32:64] = 0, 0
     q = quantize(w, quantizer)
@@ -46,16 +46,30 @@ def test_a_packed_matmul_is_that_of_decoded_weights(tmp_path, weight, forms, hal
     whole = operand_of(q)
     x = a.values.to(torch.bfloat16)
     macros = dict(
-        FORMS=forms, HALVES=halves, MT=pairs, KS=depth, STAGES=stages, BITS=quantizer.fmt.bits,
+        COLUMNS=columns, FORMS=forms, HALVES=halves, MT=pairs, CHUNKS=chunks, STAGES=stages, BITS=quantizer.fmt.bits,
         E8M0=int(quantizer.scale == "e8m0"), EARLY=1,
     )  # fmt: skip
-    out = torch.full((rows, columns), float("nan"), dtype=torch.bfloat16)
+    out = torch.full((rows, num_columns), float("nan"), dtype=torch.bfloat16)
     factors = [x, x] if a.row is None else [a.row.contiguous(), whole.row.contiguous()]
     run_on_host(
-        tmp_path, "packed.cu", "packed_matmul", -(-columns // (32 * halves * forms)), threads_of(forms),
-        [arranged(x), q.codes, q.scales, *factors, out, columns, k], **macros,
+        tmp_path, "packed.cu", "packed_matmul", -(-num_columns // columns), packed_cuda.threads_of(forms),
+        [arranged(x), *packed_cuda.maps_of(q.codes, q.scales, columns), *factors, out, num_columns, k], **macros,
     )  # fmt: skip
     assert_same_bytes(out, matmul(a, whole))
+
+
+@pytest.mark.parametrize("num_columns", [16, 1024, 4096, 6144, 24_576, 57_344])
+@pytest.mark.parametrize("weight", ["mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("rows", [16, 32, 48, 64])
+def test_packed_weights_too_lie_evenly_on_multiprocessors_and_fit_their_memory(num_columns, weight, rows):
+    macros, blocks, shared_bytes = packed_cuda.tiling_of((num_columns, 4096), QUANTIZERS[weight], rows, 132)
+    columns, width = macros["COLUMNS"], 32 * macros["HALVES"]
+    assert columns % (8 * macros["HALVES"]) == 0 and 0 <= width * macros["FORMS"] - columns < width
+    assert (blocks - 1) * columns < num_columns <= blocks * columns and macros["STAGES"] >= 3
+    chunk = 128 * columns + rows * 2 * (256 if macros["BITS"] == 4 else 128)
+    ring = macros["STAGES"] * macros["CHUNKS"] * chunk
+    assert 1024 + ring - chunk + 128 * width * macros["FORMS"] <= shared_bytes <= 226 * 1024
+    assert 1024 + ring + 2 * 16 * columns + 16 * width * macros["FORMS"] <= shared_bytes
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ def test_weights_that_lie_together_for_one_packed_matmul_are_updated_read_and_pr
 def test_packed_kernels_serve_few_rows_without_operands_and_change_no_byte(preset, gpu, monkeypatch):
     monkeypatch.setattr(packed, "SMALLEST", 0)
     monkeypatch.setattr(matmul_choice, "BEYOND_CACHE", 1 << 20)
-    shape = bench.SHAPES["tiny"] | {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
+    shape = bench.SHAPES["tiny"] | {"hidden_size": 512, "head_dim": 64, "intermediate_size": 1024}
     monkeypatch.setitem(bench.SHAPES, "wide", shape)
     rollouts = {}
     for weights in ("codes", "decoded"):
@@ -266,7 +266,7 @@ def test_packed_kernels_serve_few_rows_without_operands_and_change_no_byte(prese
             assert [k for k in moved.read if moved.read[k] != moved.proved[k]] == [key]
             engine.weights.held[key] = held
         rollouts[weights] = [engine.generate(bench.requests(n, prompt=5, new=12, vocab=512)) for n in (3, 37, 90)]
-        rollouts[weights] += [engine.multiply(key, torch.ones(16, 256, dtype=torch.bfloat16, device=gpu))]
+        rollouts[weights] += [engine.multiply(key, torch.ones(16, 512, dtype=torch.bfloat16, device=gpu))]
     for have, want in zip(rollouts["codes"][:3], rollouts["decoded"][:3], strict=True):
         assert_same_bytes(bytes_of(have), bytes_of(want))
     assert_same_bytes(rollouts["codes"][3], rollouts["decoded"][3])

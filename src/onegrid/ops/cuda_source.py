@@ -40,15 +40,16 @@ def _compiled(file: str, function: str, shared_bytes: int, macros: tuple[tuple[s
 
 
 class TensorMap:
-    """A matrix as the copy engine reads it: rectangles of `rows` rows of 128 bytes, see `tensor_copy` in primitives.cu.
+    """A matrix as the copy engine reads it: rectangles of `rows` rows of `width` bytes, see `tensor_copy`.
 
-    x_NK  [N, K] on a GPU, rows one after another, each a multiple of 16 bytes. The map keeps its address: it is good
-          while the memory is.
+    x_NK  [N, K] on a GPU, rows one after another, each a multiple of 16 bytes; BF16, or numbers of one byte. The map
+          keeps its address: it is good while the memory is.
+    width 128, and pieces of 16 bytes are swapped, or 16
     """
 
-    def __init__(self, x_NK: torch.Tensor, rows: int) -> None:
+    def __init__(self, x_NK: torch.Tensor, rows: int, width: int = 128) -> None:
         num_rows, depth = x_NK.shape
-        self.x, self.rows = x_NK, rows
+        self.x, self.rows, self.width = x_NK, rows, width
         size = x_NK.element_size()
         self._room = (ctypes.c_ubyte * 192)()
         self.address = -(-ctypes.addressof(self._room) // 64) * 64
@@ -61,10 +62,10 @@ class TensorMap:
             ctypes.c_void_p(x_NK.data_ptr()),
             (ctypes.c_uint64 * 2)(depth, num_rows),
             (ctypes.c_uint64 * 1)(depth * size),
-            (ctypes.c_uint32 * 2)(128 // size, rows),
+            (ctypes.c_uint32 * 2)(width // size, rows),
             (ctypes.c_uint32 * 2)(1, 1),
             0,  # CU_TENSOR_MAP_INTERLEAVE_NONE
-            3,  # CU_TENSOR_MAP_SWIZZLE_128B
+            3 if width == 128 else 0,  # CU_TENSOR_MAP_SWIZZLE_128B, _NONE
             2,  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
             0,  # CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
         )

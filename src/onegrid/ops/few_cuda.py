@@ -65,9 +65,7 @@ def threads_of(forms: int) -> int:
 
 def tiling_of(shape: tuple[int, int], num_rows: int, multiprocessors: int) -> tuple[dict[str, int], int, int]:
     """Macros of `few.cu`, blocks, and bytes of shared memory: an even share of columns for every multiprocessor."""
-    num_columns, waves = shape[0], 1
-    while (columns := round_up(-(-num_columns // (waves * multiprocessors)), 8)) > _MOST_COLUMNS:
-        waves += 1
+    columns = share_of(shape[0], multiprocessors)
     forms = -(-columns // 64)
     behind = (64 * forms - columns) * 2 * _SLAB  # what the last warpgroup reads beyond its columns
     room = _SHARED_BYTES - 1024 - behind
@@ -78,4 +76,10 @@ def tiling_of(shape: tuple[int, int], num_rows: int, multiprocessors: int) -> tu
         slabs, stage = 1, stage // 2
         stages = min(_MOST_STAGES, room // stage)
     macros = {"COLUMNS": columns, "FORMS": forms, "MT": num_rows // 16, "SLABS": slabs, "STAGES": stages}
-    return macros, -(-num_columns // columns), 1024 + behind + stages * stage
+    return macros, -(-shape[0] // columns), 1024 + behind + stages * stage
+
+
+def share_of(num_columns: int, multiprocessors: int) -> int:
+    """Columns of a block, a multiple of 8 up to 192: in every wave of blocks all multiprocessors have as many."""
+    waves = -(-num_columns // (multiprocessors * _MOST_COLUMNS))
+    return min(_MOST_COLUMNS, round_up(-(-num_columns // (waves * multiprocessors)), 8))

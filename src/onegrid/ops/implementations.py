@@ -322,7 +322,7 @@ TABLE = (
         name="packed",
         promise="bits",
         devices="CUDA, compute capability 9.0",
-        shapes="16 to 64 rows; MXFP8, MXFP4, NVFP4; N a multiple of 16, K of 256; where faster",
+        shapes="16 to 64 rows; MXFP8, MXFP4, NVFP4; N a multiple of 16, K of 512; where faster",
         where="packed_cuda.packed_matmul",
     ),
     Implementation(

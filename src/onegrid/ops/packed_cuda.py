@@ -17,22 +17,20 @@ from onegrid.errors import CapabilityError
 from onegrid.formats import Quantizer
 from onegrid.ops.arranged import MOST_ROWS, arranged, is_for
 from onegrid.ops.capture import may_begin_early
-from onegrid.ops.cuda_source import can_compile, kernel
+from onegrid.ops.cuda_source import TensorMap, can_compile, kernel
+from onegrid.ops.few_cuda import share_of
 from onegrid.ops.operand import Operand
 from onegrid.ops.pins import TILE, round_up
 
 LARGEST_BYTE = {"e4m3": 134, "e2m1": 136}
 """E8M0 scale bytes up to which a decoded value is one product: 2^7 and 2^9, times 448 and 6."""
 
-_STEP = 256
-"""K is a multiple of it."""
-_DEPTHS = (512, 256, 128)
-"""Numbers of k in a stage."""
+_STEP = 512
+"""K is a multiple of it: every row of scales is one of 16 bytes."""
 _SHARED_BYTES = 226 * 1024
-_MOST_STAGES = 8
-_MOST_FORMS = 4
-_COLUMNS = 32
-"""Half of what a warpgroup takes."""
+_MOST_STAGES = 16
+_SCALE_SLOTS = 3
+"""As SCALE_SLOTS in `packed.cu`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,44 +85,44 @@ def packed_matmul(a: Operand, weight: Packed, row_N: Tensor | None) -> Tensor:
         raise CapabilityError(f"packed matmul of {num_rows} rows; multiples of {TILE} up to {MOST_ROWS} are covered")
     if x.shape[1] != depth:
         raise CapabilityError(f"packed matmul of rows of {x.shape[1]} numbers with weights of {depth}")
-    tiling, shared_bytes = _tiling(weight, num_rows // 16)
+    multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    tiling, blocks, shared_bytes = tiling_of(weight.shape, weight.quantizer, num_rows, multiprocessors)
     ordered = arranged(x) if a.arranged is None else a.arranged
     out = x.new_empty(num_rows, num_columns, dtype=torch.bfloat16)
     factors = (x, x) if a.row is None or row_N is None else (a.row.contiguous(), row_N)
     early = int(may_begin_early(x.device))
     run = kernel("packed.cu", "packed_matmul", shared_bytes=shared_bytes, EARLY=early, **tiling)
-    args = [ordered, weight.codes, weight.scales, *factors, out, num_columns, depth]
-    blocks = -(-num_columns // (_COLUMNS * tiling["FORMS"] * tiling["HALVES"]))
+    args = [ordered, *maps_of(weight.codes, weight.scales, tiling["COLUMNS"]), *factors, out, num_columns, depth]
     run((blocks, 1, 1), (threads_of(tiling["FORMS"]), 1, 1), args, shared_bytes)
     return out
 
 
+def maps_of(codes: Tensor, scales: Tensor, columns: int) -> list[TensorMap]:
+    """Codes and scales as the kernel's copies read them, `columns` rows of weights at a time."""
+    codes, scales = (x.view(torch.uint8).view(x.shape[0], -1) for x in (codes, scales))
+    return [TensorMap(codes, columns), TensorMap(scales, columns, 16)]
+
+
 def threads_of(forms: int) -> int:
-    """Of a block of so many warpgroups, with those that copy weights (COPIERS in `packed.cu`) and a warp for rows."""
-    return 128 * forms + (128 if forms < 3 else 96) + 32
+    """Of a block of so many warpgroups, with the three warps that copy."""
+    return 128 * forms + 96
 
 
-def _tiling(weight: Packed, pairs: int) -> tuple[dict[str, int], int]:
-    """Warpgroups of a block, full or half, an even share for every multiprocessor; its stages, and their bytes."""
-    num_columns, depth = weight.shape
-    e8m0 = weight.quantizer.scale == "e8m0"
-    multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    halves, waves = 1 if num_columns <= _COLUMNS * multiprocessors else 2, 1
-    tiles = -(-num_columns // (_COLUMNS * halves))
-    while (forms := -(-tiles // (waves * multiprocessors))) > _MOST_FORMS:
-        waves += 1
-    found = {"FORMS": forms, "HALVES": halves, "MT": pairs, "BITS": weight.quantizer.fmt.bits, "E8M0": int(e8m0)}
-    fits = []
-    for size in _DEPTHS if e8m0 else (_STEP,):
-        stage = _stage_bytes(**found, KS=size)
-        stages = min(_MOST_STAGES, _SHARED_BYTES // stage)
-        fitting = stages >= 3 if size == 128 else stages >= 2  # codes are read half a stage of 256 ahead
-        if depth % size == 0 and fitting and (forms < 3 or size < 512):  # ptxas lets no two products overlap there
-            fits.append(({**found, "KS": size, "STAGES": stages}, stages * stage))
-    return next((one for one in fits if one[0]["STAGES"] >= 3), fits[-1])
-
-
-def _stage_bytes(FORMS: int, HALVES: int, MT: int, KS: int, BITS: int, E8M0: int) -> int:
-    """As STAGE_BYTES in `packed.cu`."""
-    weights = _COLUMNS * HALVES * FORMS * (KS * BITS // 8 + 16 + KS // (32 if E8M0 else 16))
-    return round_up(weights + 16 * MT * 2 * KS, 128)
+def tiling_of(
+    shape: tuple[int, int], quantizer: Quantizer, num_rows: int, multiprocessors: int
+) -> tuple[dict[str, int], int, int]:
+    """Macros of `packed.cu`, blocks, and bytes of shared memory: an even share of columns for every multiprocessor."""
+    columns = share_of(shape[0], multiprocessors)
+    halves = 1 if columns <= 32 else 2
+    columns = round_up(columns, 8 * halves)
+    forms = -(-columns // (32 * halves))
+    bits = quantizer.fmt.bits
+    chunk = 128 * columns + 2 * num_rows * (1024 // bits)
+    behind = (32 * halves * forms - columns) * 128  # what the last warpgroup reads beyond its columns
+    rest = 1024 + behind + _SCALE_SLOTS * 16 * columns
+    room = (_SHARED_BYTES - rest) // chunk
+    chunks = 2 if room >= 6 else 1
+    stages = min(_MOST_STAGES, room // chunks)
+    macros = {"COLUMNS": columns, "FORMS": forms, "HALVES": halves, "MT": num_rows // 16, "CHUNKS": chunks}
+    macros |= {"STAGES": stages, "BITS": bits, "E8M0": int(quantizer.scale == "e8m0")}
+    return macros, -(-shape[0] // columns), rest + stages * chunks * chunk

@@ -119,7 +119,7 @@ __device__ __forceinline__ void matrices(u32* r, u32 at) {
 // Where b begins (units of 16 bytes may be added), bytes from its columns k 0 .. 7 to k 8 .. 15, and from eight of its rows
 // to the next eight. Eight rows of eight numbers lie together, 128 bytes.
 __device__ __forceinline__ u64 tile(u32 at, u32 across, u32 down) {
-  return (u64)(at >> 4) | (u64)(across >> 4) << 16 | (u64)(down >> 4) << 32;
+  return (u64)((at & 0x3FFFF) >> 4) | (u64)(across >> 4) << 16 | (u64)(down >> 4) << 32;
 }
 
 // Between the last write to COUNT registers of first operands and the product that reads them.
@@ -251,9 +251,10 @@ __device__ __forceinline__ void bulk_copy(u32 to, const u8* from, u32 bytes, u32
       ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// A rectangle of a matrix by the copy engine: rows from `row`, each the 128 bytes from column `column`, laid 128 bytes apart
-// from a multiple of 1,024 on, their pieces of 16 bytes swapped by the row (CU_TENSOR_MAP_SWIZZLE_128B) so that eight rows of
-// one piece lie in different banks. Beyond the matrix there are zeros. `cuda_source.TensorMap` makes the map.
+// A rectangle of a matrix by the copy engine: rows from `row`, each so many bytes from column `column` as the map says, laid
+// one after another; beyond the matrix there are zeros. Rows of 128 bytes begin at a multiple of 1,024, their pieces of 16
+// bytes swapped by the row (CU_TENSOR_MAP_SWIZZLE_128B): piece p of row r is where piece p ^ r % 8 would be, so that eight
+// rows of one piece lie in different banks. `cuda_source.TensorMap` makes the map.
 struct __align__(64) Map {
   u8 bytes[128];
 };

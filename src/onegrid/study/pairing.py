@@ -60,13 +60,13 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 WIDE: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
+    "hidden_size": 1024,
+    "intermediate_size": 1024,
+    "num_attention_heads": 16,
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
-"""Widths that packed kernels cover."""
+"""Widths that packed kernels cover, and weights that are large enough for them (`ops.matmul_choice.SMALLEST`)."""
 
 
 class Sums(ArithmeticTask):
