@@ -30,7 +30,14 @@ class WeightsError(OnegridError):
 
 
 class CapabilityError(OnegridError):
-    """A sampler or learner was asked for something that it says it cannot do."""
+    """A sampler or learner was asked for something that it says it cannot do.
+
+    tensors  canonical names concerned, where weights are what it cannot take
+    """
+
+    def __init__(self, message: str, *, tensors: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.tensors = tensors
 
 
 class TaskError(OnegridError):

@@ -140,13 +140,11 @@ def test_a_matmul_of_packed_weights_has_the_bytes_of_the_decoded_one(name, activ
             assert_same_bytes(packed_matmul(one, packed, row), matmul(a, decoded), f"{rows} rows")
 
 
-def test_packed_weights_refuse_what_they_do_not_decode(gpu):
+def test_a_packed_matmul_refuses_rows_and_shapes_that_it_does_not_cover(gpu):
     from onegrid.ops.packed_cuda import Packed, covers, packed_matmul
 
-    weight = quantize(draw(32, 512, scale=2.0**20), QUANTIZERS["mxfp8"])
+    weight = quantize(draw(32, 512), QUANTIZERS["mxfp8"])
     packed = Packed(weight.codes, weight.scales, weight.quantizer, (32, 512))
-    with pytest.raises(CapabilityError, match="decoded"):
-        packed.check()
     a = operand(draw(80, 512), QUANTIZERS["mxfp8"])
     with pytest.raises(CapabilityError, match="80 rows"):
         packed_matmul(a, packed, None)

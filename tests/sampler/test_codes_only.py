@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from onegrid.cli import app
 from onegrid.config import load_config
-from onegrid.errors import CapabilityError, ConfigError
-from onegrid.formats import QUANTIZERS, QuantTensor, Stats, decode
+from onegrid.errors import CapabilityError, ConfigError, SyncError
+from onegrid.formats import QUANTIZERS, QuantTensor, Stats, decode, quantize
 from onegrid.guard.faults import FAULTS
 from onegrid.model import live as live_module
 from onegrid.model import packed
@@ -239,6 +239,25 @@ def test_weights_that_lie_together_for_one_packed_matmul_are_updated_read_and_pr
         assert [k for k in serving.read if serving.read[k] != serving.proved[k]] == [key]
     bytes_held = live.num_bytes(quantized=True)["canonical"]
     assert bytes_held == sum(x.num_bytes for x in live.held.values() if isinstance(x, QuantTensor))
+
+
+def test_a_scale_that_packed_kernels_do_not_decode_is_refused_by_the_name_of_its_tensor(monkeypatch):
+    choices = tuple(matmul_choice.Choice((0, 0), "", rows, 1.0, 2.0, True, True) for rows in matmul_choice.ROWS)
+    monkeypatch.setattr(packed, "SMALLEST", 0)
+    monkeypatch.setattr(packed, "covers", lambda quantizer, shape, device: quantizer is not None)
+    monkeypatch.setattr(packed, "choose", lambda *names, decoded: choices)
+    monkeypatch.setattr(live_module, "packed_matmul", by_definition)
+    spec, plan = plan_of("dense", "mxfp8")
+    live = LiveWeights(spec, plan, side="sampler", weights="codes")
+    live.packed = PackedWeights(live.held, live.groups, live.activation, live.device, decoded=False)
+    engine = Engine(live, SamplerConfig(max_slots=24, max_len=64))
+    push(snapshot_of(spec, plan, 0, version=0), engine)
+    wide, key = snapshot_of(spec, plan, 1, version=1), "model.layers.1.self_attn.k_proj.weight"
+    large = quantize(decode(wide.tensors[key]) * 2.0**20, QUANTIZERS["mxfp8"])
+    with pytest.raises(SyncError, match=rf"{key}; at most 2\^7 is covered.*sampler.weights") as refused:
+        push(replace(wide, tensors={**wide.tensors, key: large}), engine)
+    assert refused.value.tensors == (key,) and engine.version == 0
+    live.packed.check()
 
 
 @pytest.mark.parametrize("preset", ["mxfp8", "nvfp4_all", "mxfp4"])

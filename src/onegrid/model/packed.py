@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from onegrid.errors import CapabilityError
 from onegrid.formats import Quantizer, QuantTensor
 from onegrid.model.canonical import Canonical
 from onegrid.ops.matmul_choice import SMALLEST, Choice, choose, own_rows
@@ -69,11 +70,28 @@ class PackedWeights:
         return self._parts.get(key, {})
 
     def check(self) -> None:
-        """CapabilityError where a weight holds what the kernels do not decode; to be called after every update."""
-        scales = [packed for packed in self._packed.values() if packed.limit < 255]
-        if scales and int(torch.stack([packed.scales.max() for packed in scales]).max()) > min(p.limit for p in scales):
-            for packed in scales:
-                packed.check()
+        """CapabilityError that names the weights whose scales the kernels do not decode; for after every update.
+
+        Waits for the device.
+        """
+        limits = {keys: packed.limit for keys, packed in self._packed.items() if packed.limit < 255}
+        if not limits:
+            return
+        largest = torch.stack([self._packed[keys].scales.max() for keys in limits]).tolist()
+        beyond = {
+            key: limit
+            for (keys, limit), most in zip(limits.items(), largest, strict=True)
+            for key in keys
+            if most > limit
+        }
+        found = {key: int(self._parts[key]["scales"].max()) for key in beyond}
+        wrong = {key: most for key, most in found.items() if most > beyond[key]}
+        if wrong:
+            raise CapabilityError(
+                f"packed weights: a block's scale is 2^{max(wrong.values()) - 127} in {', '.join(wrong)}; at most "
+                f'2^{min(beyond.values()) - 127} is covered. Set sampler.weights = "decoded"',
+                tensors=tuple(wrong),
+            )
 
 
 def _covered(

@@ -47,15 +47,6 @@ class Packed:
         """Largest scale byte that the kernel decodes."""
         return LARGEST_BYTE[self.quantizer.fmt.name] if self.quantizer.scale == "e8m0" else 255
 
-    def check(self) -> None:
-        """CapabilityError where a block's scale is beyond `limit`. Waits for the device."""
-        largest = int(self.scales.max())
-        if largest > self.limit:
-            raise CapabilityError(
-                f"packed weights: a block's scale is 2^{largest - 127}, at most 2^{self.limit - 127} is covered; "
-                'set sampler.weights = "decoded"'
-            )
-
 
 def covers(quantizer: Quantizer | None, shape: tuple[int, ...], device: torch.device) -> bool:
     """Whether `packed_matmul` knows the weights: MXFP8, MXFP4, NVFP4 in blocks of 1 x w, and the GPU: Hopper's."""

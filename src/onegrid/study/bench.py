@@ -311,8 +311,8 @@ def bench_sync(shape: str, presets: list[str], device: torch.device, *, layers: 
         spec, plan = spec_and_plan(shape, preset, layers)
         learner = Learner(spec, plan, random_tensors(spec, device), LearnerConfig(), device=device)
         sampler = engine(shape, preset, device, slots=16, max_len=64, layers=layers)
-        made = seconds(learner._quantize, device, repeats=2, warmups=1)
-        took = seconds(partial(_sync, learner, sampler), device, repeats=2, warmups=1)
+        made = seconds(learner._quantize, device, repeats=9)
+        took = seconds(partial(_sync, learner, sampler), device, repeats=9)
         if preset == "bf16":
             baseline, first = took, made
         name = f"making a version {shape} {preset}, {spec.num_layers} layers"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from onegrid.errors import SyncError
+from onegrid.errors import CapabilityError, SyncError
 from onegrid.model.canonical import Snapshot
 from onegrid.sampler.base import Sampler
 from onegrid.sampler.intake import expected_digests
@@ -70,6 +70,7 @@ def push(
         raise SyncError(
             f"synchronization to version {manifest.version} failed: {type(error).__name__}: {error}{lower}",
             condition="C5",
+            tensors=error.tensors if isinstance(error, CapabilityError) else (),
         ) from error
     return SyncReport(
         version=manifest.version,
