@@ -4,6 +4,7 @@ from onegrid.formats.casts import E2M1, E4M3, E5M2, FORMATS, Format
 from onegrid.formats.compiled import can_compile, compiled
 from onegrid.formats.decode import decode, dequantize, elements, scale_values
 from onegrid.formats.digest import digest, digest_rows, digests
+from onegrid.formats.flags import count_true
 from onegrid.formats.hadamard import hadamard
 from onegrid.formats.layouts import pack, swizzle_128x4, unpack, unswizzle_128x4
 from onegrid.formats.quantize import Decoded, QuantTensor, Stats, quantize, quantize_decode
@@ -23,6 +24,7 @@ __all__ = [
     "Stats",
     "can_compile",
     "compiled",
+    "count_true",
     "decode",
     "dequantize",
     "digest",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from onegrid.errors import NonFiniteError, WeightsError
+from onegrid.formats import count_true
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.model.stacks import is_stack
 
@@ -23,7 +24,7 @@ def gather(
     for name, shape in shapes.items():
         if tuple(weights[name].shape) != shape:
             raise WeightsError(f"{name} has shape {tuple(weights[name].shape)}, the model needs {shape}")
-        bad = int((~torch.isfinite(weights[name])).sum())
+        bad = int(count_true(~torch.isfinite(weights[name])))
         if bad:
             raise NonFiniteError(f"{name}: {bad} of {weights[name].numel()} values are NaN or Inf")
     out = {}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onegrid.formats import QuantTensor
+from onegrid.formats import QuantTensor, count_true
 
 Canonical = QuantTensor | Tensor
 """Codes and scales, or the values of a tensor that is not quantized."""
@@ -64,19 +64,3 @@ def count_moved(before: Canonical, after: Tensor) -> tuple[Tensor, int]:
         return count_true((xor & 15) != 0) + count_true((xor >> 4) != 0), count
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[first.element_size()]
     return count_true(first.view(words) != after.view(words)), count
-
-
-def count_true(flags: Tensor) -> Tensor:
-    """How many of contiguous `flags` (bool) are true, int64 of shape () on their device; waits for nothing.
-
-    On a GPU torch's sum writes every flag as a number of 64 bits first. Here eight flags are one such number: up to 255
-    of them add up without a carry from one byte into the next.
-    """
-    flags = flags.view(-1)
-    whole = len(flags) // _TOGETHER * _TOGETHER
-    words = flags[:whole].view(torch.int64).view(-1, _TOGETHER // 8)
-    return words.sum(-1).view(torch.uint8).sum() + flags[whole:].sum()
-
-
-_TOGETHER = 8 * 128
-"""Flags whose words are added up."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onegrid.errors import NonFiniteError
-from onegrid.formats import QUANTIZERS, QuantTensor, quantize
+from onegrid.formats import QUANTIZERS, QuantTensor, count_true, quantize
 from onegrid.model.stacks import is_stack
 from onegrid.ops.codes_cuda import amax_of, new_counts, quantized
 from onegrid.recipe import Plan
@@ -42,7 +42,7 @@ def publish(
         name = names[key]
         if name is None:
             out[key] = value
-            bad.append((~torch.isfinite(value)).sum())
+            bad.append(count_true(~torch.isfinite(value)))
             continue
         make = quantize if by_definition else partial(quantized, counts=row)
         out[key] = q = make(value, QUANTIZERS[name], amax=amax.get(key))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from onegrid.errors import NonFiniteError, WeightsError
+from onegrid.formats import count_true
 from onegrid.model.shards import entries, open_shard, read_object, some, write_checkpoint
 from onegrid.model.spec import ModelSpec, tensor_shapes
 from onegrid.recipe.kinds import canonical_shapes, packed_parts
@@ -159,7 +160,7 @@ def _check_names(
 
 
 def _finite(name: str, tensor: Tensor) -> Tensor:
-    num_bad = tensor.numel() - int(tensor.isfinite().sum())
+    num_bad = tensor.numel() - int(count_true(tensor.isfinite()))
     if num_bad:
         raise NonFiniteError(f"{name} has {num_bad} NaN or Inf among {tensor.numel()} numbers")
     return tensor

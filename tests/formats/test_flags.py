@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from onegrid.formats import QUANTIZERS, quantize
-from onegrid.model.canonical import count_moved, count_true
+from onegrid.formats import QUANTIZERS, count_true, quantize
+from onegrid.model.canonical import count_moved
 
 
 @pytest.mark.parametrize("num", [0, 1, 7, 1023, 1024, 1025, 3 * 1024 + 5, 300 * 1024])
