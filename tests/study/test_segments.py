@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import suppress
 
+import pytest
+
+from onegrid.errors import ConfigError
 from onegrid.study import segments
 from onegrid.study.campaign import Outcome
 from onegrid.study.corruptions import Tally
@@ -51,3 +54,34 @@ def test_outcomes_and_kills_come_back_as_they_were(tmp_path):
             lambda num, seed: Kills(num=num, same=num, killed=1), 20, 0, tmp_path, lambda done: None
         )
         assert (kills.num, kills.same, kills.killed) == (20, 20, 2)
+
+
+def test_pieces_that_other_code_made_are_not_added_to_those_of_this(tmp_path, monkeypatch):
+    def ten(num, seed):
+        return Kills(num=num, same=num, killed=1)
+
+    segments.kills_in_segments(ten, 10, 0, tmp_path, lambda done: None)
+    monkeypatch.setattr(segments, "code_digest", lambda: "other")
+    with pytest.raises(ConfigError, match=r"kills_0_0_10\.json was made by other code than this; remove"):
+        segments.kills_in_segments(ten, 10, 0, tmp_path, lambda done: None)
+    (tmp_path / "kills_0_0_10.json").write_text('{"num": 10, "same": 10}')  # of a version that did not write it
+    with pytest.raises(ConfigError, match="is no piece of a campaign"):
+        segments.kills_in_segments(ten, 10, 0, tmp_path, lambda done: None)
+
+
+def test_the_digest_of_the_code_is_that_of_its_files(tmp_path, monkeypatch):
+    def digest():
+        segments.code_digest.cache_clear()
+        return segments.code_digest()
+
+    monkeypatch.setattr(segments.onegrid, "__file__", str(tmp_path / "__init__.py"))
+    (tmp_path / "a.py").write_text("x = 1")
+    first = digest()
+    (tmp_path / "notes.txt").write_text("no code")
+    assert digest() == first
+    (tmp_path / "a.py").write_text("x = 2")
+    (tmp_path / "ops").mkdir()
+    second = digest()
+    (tmp_path / "ops" / "k.cu").write_text("//")
+    assert len({first, second, digest()}) == 3
+    segments.code_digest.cache_clear()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import onegrid
 from onegrid.errors import ConfigError
 from onegrid.guard.verdict import Verdict
 from onegrid.study.campaign import Outcome
@@ -23,22 +26,34 @@ KILLS = 10
 def kept(folder: Path | None, name: str, make: Callable[[], Any], read: Callable[[dict[str, Any]], Any]) -> Any:
     """What `make` gives, from `folder`/name.json where it was made before; a piece half done leaves nothing.
 
-    Raises ConfigError for a file that holds something else.
+    Raises ConfigError for a file that holds something else, and for a piece that other code than this made.
     """
     if folder is None:
         return make()
     path = folder / f"{name}.json"
     if path.exists():
         try:
-            return read(json.loads(path.read_text(encoding="utf-8")))
+            held = json.loads(path.read_text(encoding="utf-8"))
+            if held.pop("code") != code_digest():
+                raise ConfigError(f"{path} was made by other code than this; remove {folder}, to have all made by one")
+            return read(held)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path} is no piece of a campaign ({error!r}); remove it, to have it made") from error
     made = make()
     folder.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(_plain(made)), encoding="utf-8")
+    draft.write_text(json.dumps(_plain(made) | {"code": code_digest()}), encoding="utf-8")
     draft.rename(path)
     return made
+
+
+@cache
+def code_digest() -> str:
+    """SHA-256 of the package's own source files, names and bytes."""
+    root, found = Path(onegrid.__file__).parent, hashlib.sha256()
+    for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".cu")):
+        found.update(f"{path.relative_to(root).as_posix()} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return found.hexdigest()
 
 
 def in_segments(
