@@ -303,8 +303,8 @@ def bench_learner(
 
 
 def bench_sync(shape: str, presets: list[str], device: torch.device, *, layers: int | None) -> Iterator[Row]:
-    """From masters to a version that serves, on one device: making the snapshot (rounding masters, quantizing, digests of
-    codes, the learner's operands), then transfer, commit and proof of every tensor; each in a row, and both together."""
+    """From masters to a version that serves, on one device: making the snapshot (rounding masters, quantizing, digests
+    of codes, the learner's operands), then transfer, commit and proof of every tensor; each in a row, and together."""
     baseline: float | None = None
     first: float | None = None
     whole: float | None = None
