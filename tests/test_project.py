@@ -14,13 +14,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "onegrid"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-FOLDERS = ("src", "tests", "configs", "benchmarks", "scripts", ".ci")
-SUFFIXES = {".py", ".toml", ".md", ".sh", ""}
+FOLDERS = ("src", "tests", "configs", "benchmarks", "docs", "scripts", ".ci")
+SUFFIXES = {".py", ".toml", ".md", ".sh", ".cu", ".h", ""}
 TEXTS = sorted(
     path
     for path in [*ROOT.glob("*.*"), *(p for folder in FOLDERS for p in (ROOT / folder).rglob("*"))]
     if path.is_file() and path.suffix in SUFFIXES and not {"__pycache__"} & set(path.parts)
 )
+MEASURED = sorted((ROOT / "benchmarks").glob("*.json"))
 
 ORDER = [
     "errors",
@@ -114,7 +115,7 @@ def test_whatever_is_public_says_what_it_is(path):
     assert not silent, f"{relative(path)}: no docstring on {silent}"
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=relative)
+@pytest.mark.parametrize("path", [*TEXTS, *MEASURED], ids=relative)
 def test_no_file_knows_the_machine_it_was_written_on(path):
     found = re.findall(r"(?<![\w.}])/(?:work|tmp|root|home)/\S*", path.read_text())
     assert path == Path(__file__) or not found, f"{relative(path)}: {found}"

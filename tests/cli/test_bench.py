@@ -64,6 +64,17 @@ def test_ratios_and_verdicts_of_the_committed_rows_follow_from_their_numbers():
         assert (row["met"] is None) == (row["target"] == ""), row["name"]
 
 
+def test_a_committed_sum_is_of_the_two_rows_before_it():
+    what = "snapshot, transfer and commit"
+    sums = [index for index, row in enumerate(ROWS) if row["name"].startswith(what)]
+    assert len(sums) == 3
+    for index in sums:
+        making, sync, both = ROWS[index - 2 : index + 1]
+        of = both["name"].removeprefix(what)
+        assert (making["name"], sync["name"]) == (f"making a version{of}", f"sync{of}")
+        assert both["ours"] == pytest.approx(making["ours"] + sync["ours"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

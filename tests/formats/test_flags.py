@@ -15,6 +15,14 @@ def test_flags_are_counted_as_a_sum_counts_them(num, share, device):
     assert count.dtype == torch.int64 and count.shape == () and int(count) == int(flags.sum())
 
 
+def test_views_are_counted_wherever_they_begin_and_however_they_lie(device):
+    flags = (torch.rand(3, 2051, generator=torch.Generator().manual_seed(1)) < 0.3).to(device)
+    views = [flags[:, 1:], flags.view(-1)[5:], flags[1], flags[:, ::2], flags.T, flags[1, 7], flags[:0]]
+    views += [flags.view(-1)[::2], flags[:, 3], flags[0].expand(4, -1), flags[0, 0].expand(3000)]
+    for view in views:
+        assert int(count_true(view)) == int(view.sum())
+
+
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_a_code_that_differs_is_one_element(name, device):
     before = quantize(torch.randn(96, 64, generator=torch.Generator().manual_seed(0)).to(device), QUANTIZERS[name])

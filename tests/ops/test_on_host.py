@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from onegrid.errors import CapabilityError
 from onegrid.formats import QUANTIZERS, quantize, quantize_decode
 from onegrid.formats.casts import decode_elements
 from onegrid.ops import few_cuda, packed_cuda
@@ -11,7 +12,7 @@ from onegrid.ops.codes_cuda import THREADS as WRITERS
 from onegrid.ops.codes_cuda import _tops, knows, launches_of
 from onegrid.ops.cuda_source import TensorMap
 from onegrid.ops.linear import matmul
-from onegrid.ops.operand import operand, operand_of
+from onegrid.ops.operand import Operand, operand, operand_of
 from onegrid.ops.quantize_cuda import RULES, THREADS
 from tests.bytes import assert_same_bytes
 from tests.ops.on_host import run_on_host
@@ -56,6 +57,20 @@ def test_a_packed_matmul_is_that_of_decoded_weights(tmp_path, weight, num_column
         [arranged(x), *packed_cuda.maps_of(q.codes, q.scales, columns), *factors, out, num_columns, k], **macros,
     )  # fmt: skip
     assert_same_bytes(out, matmul(a, whole))
+
+
+def test_a_packed_matmul_refuses_rows_that_do_not_go_with_its_weights():
+    q = quantize(whole_numbers(16, 512, seed=1), QUANTIZERS["nvfp4"])
+    packed = packed_cuda.Packed(q.codes, q.scales, q.quantizer, (16, 512))
+    x = whole_numbers(16, 512, seed=2)
+    rows, columns = operand(x, QUANTIZERS["nvfp4_row"]), operand_of(q).row
+    for a, row, what in (
+        (operand(x, QUANTIZERS["mxfp8"]), columns, "decoded rows with nvfp4 weights"),
+        (rows, None, "without the factors"),
+        (Operand(rows.values, "nvfp4"), columns, "without the factors"),
+    ):
+        with pytest.raises(CapabilityError, match=what):
+            packed_cuda.packed_matmul(a, packed, row)
 
 
 @pytest.mark.parametrize("num_columns", [16, 1024, 4096, 6144, 24_576, 57_344])

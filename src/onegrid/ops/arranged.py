@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 MOST_ROWS = 64
-"""Of a packed matmul."""
+"""Of our matmuls of few rows, packed or BF16."""
 
 
 def is_for(device: torch.device) -> bool:

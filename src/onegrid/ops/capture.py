@@ -51,10 +51,10 @@ def early_launches() -> Iterator[None]:
 
     Programmatic dependent launch (CUDA C++ programming guide, "Programmatic Dependent Launch and Synchronization").
     Such a kernel waits for the one before it ahead of everything that another kernel writes or may still read, and then
-    lets the next one start. A packed matmul reads weights before it waits, so no two kernels inside may have a write of
-    weights between them. It does not let the next one start: in the little room that it leaves, blocks would crowd on
-    few multiprocessors and do all of their work there. For steps that are captured, and for the runs before a capture
-    in which compilers prepare themselves.
+    lets the next one start. Our matmuls of few rows read weights before they wait, so no two kernels inside may have a
+    write of weights between them. They do not let the next one start: in the little room that they leave, blocks would
+    crowd on few multiprocessors and do all of their work there. For steps that are captured, and for the runs before a
+    capture in which compilers prepare themselves.
     """
     before, _here.early = getattr(_here, "early", False), True
     try:

@@ -19,6 +19,8 @@ from onegrid.ops.pins import TILE, round_up
 
 _SLAB = 64
 """Numbers of k that the copy engine brings at once."""
+_SLABS = 2
+"""Of a stage; K is a multiple of both together. With the most columns and rows there is room for three stages."""
 _SHARED_BYTES = 226 * 1024
 _MOST_STAGES = 16
 _MOST_COLUMNS = 192
@@ -29,7 +31,7 @@ def covers(shape: tuple[int, ...], device: torch.device) -> bool:
     return (
         len(shape) == 2
         and shape[0] % 8 == 0
-        and shape[1] % (2 * _SLAB) == 0
+        and shape[1] % (_SLABS * _SLAB) == 0
         and min(shape) > 0
         and is_for(device)
         and can_compile(device)
@@ -69,13 +71,9 @@ def tiling_of(shape: tuple[int, int], num_rows: int, multiprocessors: int) -> tu
     forms = -(-columns // 64)
     behind = (64 * forms - columns) * 2 * _SLAB  # what the last warpgroup reads beyond its columns
     room = _SHARED_BYTES - 1024 - behind
-    slabs = 2
-    stage = slabs * (columns + num_rows) * 2 * _SLAB
+    stage = _SLABS * (columns + num_rows) * 2 * _SLAB
     stages = min(_MOST_STAGES, room // stage)
-    if stages < 3:
-        slabs, stage = 1, stage // 2
-        stages = min(_MOST_STAGES, room // stage)
-    macros = {"COLUMNS": columns, "FORMS": forms, "MT": num_rows // 16, "SLABS": slabs, "STAGES": stages}
+    macros = {"COLUMNS": columns, "FORMS": forms, "MT": num_rows // 16, "SLABS": _SLABS, "STAGES": stages}
     return macros, -(-shape[0] // columns), 1024 + behind + stages * stage
 
 

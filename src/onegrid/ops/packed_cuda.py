@@ -76,6 +76,10 @@ def packed_matmul(a: Operand, weight: Packed, row_N: Tensor | None) -> Tensor:
         raise CapabilityError(f"packed matmul of {num_rows} rows; multiples of {TILE} up to {MOST_ROWS} are covered")
     if x.shape[1] != depth:
         raise CapabilityError(f"packed matmul of rows of {x.shape[1]} numbers with weights of {depth}")
+    if a.kind != weight.quantizer.matmul:
+        raise CapabilityError(f"packed matmul of {a.kind} rows with {weight.quantizer.name} weights")
+    if a.kind == "nvfp4" and (a.row is None or row_N is None):
+        raise CapabilityError("packed matmul of nvfp4 weights without the factors of rows and columns")
     multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
     tiling, blocks, shared_bytes = tiling_of(weight.shape, weight.quantizer, num_rows, multiprocessors)
     ordered = arranged(x) if a.arranged is None else a.arranged

@@ -66,9 +66,9 @@ class SamplerConfig:
     """Decode in CUDA graphs where the kernels can be captured. Kept sets and stop strings run without."""
     weights: str = "auto"
     """What matmuls read. "decoded": operands, decoded once per version and kept beside codes and scales. "auto": those
-    too, and where few rows are faster on a GPU from packed codes, these. "codes": codes and scales alone, packed where
-    a kernel covers the matmul, else decoded for each use: the same bytes, 2 bytes a weight less on a GPU (4 on a CPU),
-    more time."""
+    too, and where few rows are faster on a GPU from packed codes, these, or in BF16 by our own kernel, that one.
+    "codes": codes and scales alone, packed where a kernel covers the matmul, else decoded for each use: the same bytes,
+    2 bytes a weight less on a GPU (4 on a CPU), more time."""
     kept: str = "record"
     """Under top-p or top-k: "record" the kept set of every token, or "refuse" to truncate."""
 

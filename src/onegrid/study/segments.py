@@ -30,11 +30,11 @@ def kept(folder: Path | None, name: str, make: Callable[[], Any], read: Callable
     """
     if folder is None:
         return make()
-    path = folder / f"{name}.json"
+    path, code = folder / f"{name}.json", code_digest()  # before it is made: files may change meanwhile
     if path.exists():
         try:
             held = json.loads(path.read_text(encoding="utf-8"))
-            if held.pop("code") != code_digest():
+            if held.pop("code") != code:
                 raise ConfigError(f"{path} was made by other code than this; remove {folder}, to have all made by one")
             return read(held)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -42,7 +42,7 @@ def kept(folder: Path | None, name: str, make: Callable[[], Any], read: Callable
     made = make()
     folder.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(_plain(made) | {"code": code_digest()}), encoding="utf-8")
+    draft.write_text(json.dumps(_plain(made) | {"code": code}), encoding="utf-8")
     draft.rename(path)
     return made
 
