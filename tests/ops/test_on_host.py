@@ -33,6 +33,7 @@ def whole_numbers(*shape, seed):
         ("mxfp4", 40, 24, 4, 2, 2),
         ("nvfp4_row", 96, 64, 2, 1, 3),
         ("nvfp4_row", 200, 176, 1, 2, 2),
+        ("mxfp4", 144, 144, 1, 2, 4),  # a ring longer than K, 16 columns in the last warpgroup
     ],
 )
 def test_a_packed_matmul_is_that_of_decoded_weights(tmp_path, weight, num_columns, columns, pairs, chunks, stages):
@@ -89,7 +90,7 @@ def test_packed_weights_too_lie_evenly_on_multiprocessors_and_fit_their_memory(n
 
 @pytest.mark.parametrize(
     ("columns", "num_columns", "pairs", "slabs", "stages", "stages_of_k"),
-    [(32, 72, 2, 2, 3, 5), (48, 48, 1, 1, 2, 3), (136, 264, 3, 1, 3, 4), (64, 128, 4, 2, 2, 2)],
+    [(32, 72, 2, 2, 3, 5), (48, 48, 1, 1, 2, 3), (136, 264, 3, 1, 3, 4), (64, 128, 4, 2, 2, 2), (72, 72, 2, 2, 8, 1)],
 )
 def test_a_matmul_of_few_rows_is_that_of_the_definition(
     tmp_path, columns, num_columns, pairs, slabs, stages, stages_of_k
