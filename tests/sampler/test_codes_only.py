@@ -241,22 +241,34 @@ def test_weights_that_lie_together_for_one_packed_matmul_are_updated_read_and_pr
     assert bytes_held == sum(x.num_bytes for x in live.held.values() if isinstance(x, QuantTensor))
 
 
-def test_a_scale_that_packed_kernels_do_not_decode_is_refused_by_the_name_of_its_tensor(monkeypatch):
+@pytest.mark.parametrize(
+    ("preset", "power", "refused"),
+    [("mxfp8", 24, True), ("mxfp8", -118, False), ("mxfp4", 24, True), ("mxfp4", -118, True), ("mxfp4", -110, False)],
+)
+def test_a_scale_that_packed_kernels_do_not_decode_is_refused_by_the_name_of_its_tensor(
+    preset, power, refused, monkeypatch
+):
     choices = tuple(matmul_choice.Choice((0, 0), "", rows, 1.0, 2.0, True, True) for rows in matmul_choice.ROWS)
     monkeypatch.setattr(packed, "SMALLEST", 0)
     monkeypatch.setattr(packed, "covers", lambda quantizer, shape, device: quantizer is not None)
     monkeypatch.setattr(packed, "choose", lambda *names, decoded: choices)
     monkeypatch.setattr(live_module, "packed_matmul", by_definition)
-    spec, plan = plan_of("dense", "mxfp8")
+    spec, plan = plan_of("dense", preset)
     live = LiveWeights(spec, plan, side="sampler", weights="codes")
     live.packed = PackedWeights(live.held, live.groups, live.activation, live.device, decoded=False)
     engine = Engine(live, SamplerConfig(max_slots=24, max_len=64))
     push(snapshot_of(spec, plan, 0, version=0), engine)
-    wide, key = snapshot_of(spec, plan, 1, version=1), "model.layers.1.self_attn.k_proj.weight"
-    large = quantize(decode(wide.tensors[key]) * 2.0**20, QUANTIZERS["mxfp8"])
-    with pytest.raises(SyncError, match=rf"{key}; at most 2\^7 is covered.*sampler.weights") as refused:
-        push(replace(wide, tensors={**wide.tensors, key: large}), engine)
-    assert refused.value.tensors == (key,) and engine.version == 0
+    other, key = snapshot_of(spec, plan, 1, version=1), "model.layers.1.self_attn.k_proj.weight"
+    numbers = decode(other.tensors[key]).double()
+    numbers = numbers.sign() * numbers.abs().clamp(0.01, 0.02) * 2.0**power
+    numbers[3] = 0  # blocks of zeros, whose scales are the smallest, are no reason
+    tensors = {**other.tensors, key: quantize(numbers.float(), QUANTIZERS[preset])}
+    if not refused:
+        push(replace(other, tensors=tensors), engine)
+        return
+    with pytest.raises(SyncError, match=rf"in {key}; 2\^-?\d+ to 2\^\d are covered.*sampler.weights") as error:
+        push(replace(other, tensors=tensors), engine)
+    assert error.value.tensors == (key,) and engine.version == 0
     live.packed.check()
 
 

@@ -160,7 +160,7 @@ class Learner:
         self._settle()
         if not self.plan.mixed:
             return {name: self.live.canonical(name) for name in self.live.names()}
-        twin = LiveWeights(self.spec, self.plan, side="sampler", device=self.device)
+        twin = LiveWeights(self.spec, self.plan, side="sampler", device=self.device, weights="decoded")
         for key, value in publish(self._values(), self.keys, self.plan, side="sampler").items():
             twin.write(key, value)
         return {name: twin.canonical(name) for name in twin.names()}

@@ -74,24 +74,28 @@ class PackedWeights:
 
         Waits for the device.
         """
-        limits = {keys: packed.limit for keys, packed in self._packed.items() if packed.limit < 255}
-        if not limits:
+        spans = {keys: span for keys, packed in self._packed.items() if (span := packed.decodes) is not None}
+        if not spans:
             return
-        largest = torch.stack([self._packed[keys].scales.max() for keys in limits]).tolist()
-        beyond = {
-            key: limit
-            for (keys, limit), most in zip(limits.items(), largest, strict=True)
-            for key in keys
-            if most > limit
-        }
-        found = {key: int(self._parts[key]["scales"].max()) for key in beyond}
-        wrong = {key: most for key, most in found.items() if most > beyond[key]}
-        if wrong:
-            raise CapabilityError(
-                f"packed weights: a block's scale is 2^{max(wrong.values()) - 127} in {', '.join(wrong)}; at most "
-                f'2^{min(beyond.values()) - 127} is covered. Set sampler.weights = "decoded"',
-                tensors=tuple(wrong),
-            )
+        ends = torch.stack([torch.stack(self._packed[keys].scales.aminmax()) for keys in spans]).tolist()
+        for (keys, span), (least, most) in zip(spans.items(), ends, strict=True):
+            if least in span and most in span:
+                continue
+            wrong = {key: byte for key in keys if (byte := self._beyond(key, span)) is not None}
+            if wrong:
+                raise CapabilityError(
+                    f"packed weights: a block's scale is 2^{next(iter(wrong.values())) - 127} in {', '.join(wrong)}; "
+                    f'2^{span[0] - 127} to 2^{span[-1] - 127} are covered. Set sampler.weights = "decoded"',
+                    tensors=tuple(wrong),
+                )
+
+    def _beyond(self, key: str, span: range) -> int | None:
+        """A scale byte outside `span` of a block that is not zero, whose scale would not matter."""
+        codes, scales = self._parts[key]["codes"].view(torch.uint8), self._parts[key]["scales"].view(torch.uint8)
+        size = 0x7F if codes.shape[-1] == 32 * scales.shape[-1] else 0x77  # of one code in a byte, or of two
+        full = ((codes & size) != 0).view(*scales.shape, -1).any(-1)
+        outside = scales[((scales < span[0]) | (scales > span[-1])) & full]
+        return int(outside[0]) if len(outside) else None
 
 
 def _covered(

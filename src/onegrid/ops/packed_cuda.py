@@ -25,6 +25,9 @@ from onegrid.ops.pins import TILE, round_up
 LARGEST_BYTE = {"e4m3": 134, "e2m1": 136}
 """E8M0 scale bytes up to which a decoded value is one product: 2^7 and 2^9, times 448 and 6."""
 
+SMALLEST_BYTE = {"e4m3": 0, "e2m1": 3}
+"""Those from which on it is exact in BF16: E2M1 is decoded at 2^-8 of its value, and numbers below 2^-133 are none."""
+
 _STEP = 512
 """K is a multiple of it: every row of scales is one of 16 bytes."""
 _SHARED_BYTES = 226 * 1024
@@ -43,9 +46,10 @@ class Packed:
     shape: tuple[int, int]
 
     @property
-    def limit(self) -> int:
-        """Largest scale byte that the kernel decodes."""
-        return LARGEST_BYTE[self.quantizer.fmt.name] if self.quantizer.scale == "e8m0" else 255
+    def decodes(self) -> range | None:
+        """E8M0 scale bytes that the kernel decodes in blocks that are not zero; None where it decodes every scale."""
+        name = self.quantizer.fmt.name
+        return range(SMALLEST_BYTE[name], LARGEST_BYTE[name] + 1) if self.quantizer.scale == "e8m0" else None
 
 
 def covers(quantizer: Quantizer | None, shape: tuple[int, ...], device: torch.device) -> bool:
