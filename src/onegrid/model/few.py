@@ -9,6 +9,7 @@ from torch import Tensor
 
 from onegrid.formats import Quantizer
 from onegrid.model.canonical import Canonical
+from onegrid.model.packed import each_matmul
 from onegrid.ops.few_cuda import covers
 from onegrid.ops.matmul_choice import SMALLEST, Choice, choose_few, own_rows
 
@@ -31,9 +32,7 @@ class FewRows:
     ) -> None:
         self.choices: list[Choice] = []
         self._rows: dict[tuple[str, ...], frozenset[int]] = {}
-        together = [keys for keys in groups if all(key in held for key in keys)]
-        alone = [(key,) for key in held if not any(key in keys for keys in together)]
-        for keys in [*together, *alone]:
+        for keys in each_matmul(held, groups):
             shape = _covered(held, keys, activation, device)
             if shape is not None:
                 found = choose_few(shape, device)

@@ -41,9 +41,7 @@ class PackedWeights:
         self._packed: dict[tuple[str, ...], Packed] = {}
         self._rows: dict[tuple[str, ...], frozenset[int]] = {}
         self._parts: dict[str, dict[str, Tensor]] = {}
-        together = [keys for keys in groups if all(key in held for key in keys)]
-        alone = [(key,) for key in held if not any(key in keys for keys in together)]
-        for keys in [*together, *alone]:
+        for keys in each_matmul(held, groups):
             shape = _covered(held, keys, activation, device)
             if shape is None:
                 continue
@@ -96,6 +94,13 @@ class PackedWeights:
         full = ((codes & size) != 0).view(*scales.shape, -1).any(-1)
         outside = scales[((scales < span[0]) | (scales > span[-1])) & full]
         return int(outside[0]) if len(outside) else None
+
+
+def each_matmul(held: Mapping[str, Canonical], groups: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The keys that one matmul reads, for all of `held`: those of a group that is there, and every other alone."""
+    together = [keys for keys in groups if all(key in held for key in keys)]
+    grouped = {key for keys in together for key in keys}
+    return [*together, *((key,) for key in held if key not in grouped)]
 
 
 def _covered(
