@@ -290,13 +290,6 @@ static void wait(u32 address, u32 phase) {
 
 // Copies.
 
-template <int BYTES>
-static void copy(u32 to, const u8* from) {
-  require(to % BYTES == 0 && (size_t)from % BYTES == 0, "a copy is not aligned");
-  memcpy(ring + to, from, BYTES);
-}
-static void arrive_when_copied(u32 address) { arrive(address); }
-static void wait_for_copies() {}
 static void bulk_copy(u32 to, const u8* from, u32 bytes, u32 address) {
   require(to % 16 == 0 && (size_t)from % 16 == 0 && bytes % 16 == 0, "a bulk copy is not aligned");
   memcpy(ring + to, from, bytes);

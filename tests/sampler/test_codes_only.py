@@ -259,10 +259,14 @@ def test_a_scale_that_packed_kernels_do_not_decode_is_refused_by_the_name_of_its
     engine = Engine(live, SamplerConfig(max_slots=24, max_len=64))
     push(snapshot_of(spec, plan, 0, version=0), engine)
     other, key = snapshot_of(spec, plan, 1, version=1), "model.layers.1.self_attn.k_proj.weight"
-    numbers = decode(other.tensors[key]).double()
-    numbers = numbers.sign() * numbers.abs().clamp(0.01, 0.02) * 2.0**power
-    numbers[3] = 0  # blocks of zeros, whose scales are the smallest, are no reason
-    tensors = {**other.tensors, key: quantize(numbers.float(), QUANTIZERS[preset])}
+
+    def scaled(key):
+        numbers = decode(other.tensors[key]).double()
+        numbers = numbers.sign() * numbers.abs().clamp(0.01, 0.02) * 2.0**power
+        numbers[3] = 0  # blocks of zeros, whose scales are the smallest, are no reason
+        return quantize(numbers.float(), QUANTIZERS[preset])
+
+    tensors = {**other.tensors, key: scaled(key)}
     if not refused:
         push(replace(other, tensors=tensors), engine)
         return
@@ -270,6 +274,10 @@ def test_a_scale_that_packed_kernels_do_not_decode_is_refused_by_the_name_of_its
         push(replace(other, tensors=tensors), engine)
     assert error.value.tensors == (key,) and engine.version == 0
     live.packed.check()
+    other_key = "model.layers.0.mlp.down_proj.weight"  # of another matmul: both are named
+    with pytest.raises(SyncError) as error:
+        push(replace(other, tensors={**tensors, other_key: scaled(other_key)}), engine)
+    assert set(error.value.tensors) == {key, other_key}
 
 
 @pytest.mark.parametrize("preset", ["mxfp8", "nvfp4_all", "mxfp4"])

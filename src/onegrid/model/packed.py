@@ -76,16 +76,20 @@ class PackedWeights:
         if not spans:
             return
         ends = torch.stack([torch.stack(self._packed[keys].scales.aminmax()) for keys in spans]).tolist()
-        for (keys, span), (least, most) in zip(spans.items(), ends, strict=True):
-            if least in span and most in span:
-                continue
-            wrong = {key: byte for key in keys if (byte := self._beyond(key, span)) is not None}
-            if wrong:
-                raise CapabilityError(
-                    f"packed weights: a block's scale is 2^{next(iter(wrong.values())) - 127} in {', '.join(wrong)}; "
-                    f'2^{span[0] - 127} to 2^{span[-1] - 127} are covered. Set sampler.weights = "decoded"',
-                    tensors=tuple(wrong),
-                )
+        doubted = {
+            key: span
+            for (keys, span), (least, most) in zip(spans.items(), ends, strict=True)
+            for key in keys
+            if least not in span or most not in span
+        }
+        wrong = {key: byte for key, span in doubted.items() if (byte := self._beyond(key, span)) is not None}
+        if wrong:
+            first, span = next(iter(wrong)), doubted[next(iter(wrong))]
+            raise CapabilityError(
+                f"packed weights: a block's scale is 2^{wrong[first] - 127} in {', '.join(wrong)}; "
+                f'2^{span[0] - 127} to 2^{span[-1] - 127} are covered. Set sampler.weights = "decoded"',
+                tensors=tuple(wrong),
+            )
 
     def _beyond(self, key: str, span: range) -> int | None:
         """A scale byte outside `span` of a block that is not zero, whose scale would not matter."""

@@ -91,7 +91,6 @@ def choose_few(shape: tuple[int, int], device: torch.device) -> tuple[Choice, ..
     gain, found = draw(shape[1]), []
     for rows in ROWS:
         x = draw(rows, shape[1])
-
         want, have = (multiply(Operand(x), copies[0]) for multiply in (matmul, few_matmul))
         same = torch.equal(want.view(torch.int16), have.view(torch.int16))
         slow, fast = (

@@ -158,8 +158,8 @@ extern "C" __global__ void __launch_bounds__(32 * MATRIX_WARPS + 96, 1) packed_m
   float sum[MT * 8] = {};
   u32 a[2][AT_ONCE][4] = {}, m[HALVES][WORDS][4], scales_of[HALVES][ALL_WORDS];
   u64 rows = 0;
-  u32 before = 0, x_slot = 0;                              // of the products
-  u32 slot = 0, phase = 0, at = base + w_lane;             // of the codes, ahead of them
+  u32 before = 0, x_slot = 0;                   // of the products
+  u32 slot = 0, phase = 0, at = base + w_lane;  // of the codes, ahead of them
   u32 scale_slot = 0, scale_phase = 0;
   Codes codes_in[2 * AHEAD];  // of four steps each, in turns
   wait(full, 0);

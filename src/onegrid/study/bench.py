@@ -307,7 +307,6 @@ def bench_sync(shape: str, presets: list[str], device: torch.device, *, layers: 
     of codes, the learner's operands), then transfer, commit and proof of every tensor; each in a row, and together."""
     baseline: float | None = None
     first: float | None = None
-    whole: float | None = None
     for preset in presets:
         spec, plan = spec_and_plan(shape, preset, layers)
         learner = Learner(spec, plan, random_tensors(spec, device), LearnerConfig(), device=device)
@@ -315,14 +314,15 @@ def bench_sync(shape: str, presets: list[str], device: torch.device, *, layers: 
         made = seconds(learner._quantize, device, repeats=9)
         took = seconds(partial(_sync, learner, sampler), device, repeats=9)
         if preset == "bf16":
-            baseline, first, whole = took, made, made + took
+            baseline, first = took, made
         name = f"making a version {shape} {preset}, {spec.num_layers} layers"
         yield row(name, made * 1e3, "ms", None if first is None else first * 1e3, "ours in bf16")
         name = f"sync {shape} {preset}, {spec.num_layers} layers"
         yield row(name, took * 1e3, "ms", None if baseline is None else baseline * 1e3, "ours in bf16")
         most = {"mxfp8": 1.2}.get(preset) if device.type == "cuda" else None
         name = f"snapshot, transfer and commit {shape} {preset}, {spec.num_layers} layers"
-        yield row(name, (made + took) * 1e3, "ms", None if whole is None else whole * 1e3, "ours in bf16", most=most)
+        both = None if baseline is None or first is None else (first + baseline) * 1e3
+        yield row(name, (made + took) * 1e3, "ms", both, "ours in bf16", most=most)
         del learner, sampler
         if device.type == "cuda":
             torch.cuda.empty_cache()
