@@ -13,6 +13,7 @@ import pytest
 from onegrid.cli.train import run
 from onegrid.guard.config import CHECKS
 from onegrid.rl.record import read_metrics
+from tests.patience import PATIENCE_S
 from tests.rl.tiny import lines_without_clocks, write_tiny_run
 
 SOURCES = str(Path(__file__).parents[2] / "src")
@@ -34,7 +35,7 @@ def served(tmp_path_factory):
         lines = [server.stdout.readline(), server.stdout.readline()]
         yield path, lines[1].split()[-1], token
         server.terminate()
-        server.wait(10)
+        server.wait(PATIENCE_S)
 
 
 def test_a_run_through_http_is_exact_and_writes_the_record_of_a_run_in_one_process(served, tmp_path):
@@ -52,7 +53,7 @@ def test_the_server_answers_others_too_with_the_version_it_was_trained_to(served
     _, url, token = served
     headers = {"authorization": f"Bearer {token.read_text().strip()}"}
     asked = {"prompt": "1+2=", "max_tokens": 2, "logprobs": 0, "seed": 1}
-    answer = httpx.post(f"{url}/v1/completions", json=asked, headers=headers, timeout=30)
+    answer = httpx.post(f"{url}/v1/completions", json=asked, headers=headers, timeout=PATIENCE_S)
     (choice,) = answer.json()["choices"]
     assert choice["version"] >= -1 and len(choice["logprobs"]["token_logprobs"]) == len(choice["logprobs"]["tokens"])
-    assert httpx.post(f"{url}/v1/completions", json=asked).status_code == 401
+    assert httpx.post(f"{url}/v1/completions", json=asked, timeout=PATIENCE_S).status_code == 401

@@ -15,6 +15,7 @@ import torch
 
 import onegrid.ops
 from onegrid.ops.cuda_source import TensorMap
+from tests.patience import PATIENCE_S
 
 HEADER = Path(__file__).with_name("primitives_on_host.h")
 COMPILE = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-pthread", "-w"]
@@ -70,7 +71,7 @@ def run_on_host(
         assert made.returncode == 0, made.stderr[:4000]
     memory = folder / "memory"
     memory.write_bytes(b"".join(t.view(torch.uint8).numpy().tobytes() for t in tensors))
-    done = subprocess.run([f"./{program.name}"], cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([f"./{program.name}"], cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     left = torch.frombuffer(bytearray(memory.read_bytes()), dtype=torch.uint8).split([t.nbytes for t in tensors])
     for tensor, now in zip(tensors, left, strict=True):

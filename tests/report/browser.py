@@ -16,8 +16,9 @@ from typing import Any
 
 import websocket
 
+from tests.patience import PATIENCE_S
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-PATIENCE_S = 60.0
 
 
 def find_browser() -> str | None:

@@ -20,7 +20,7 @@ import asyncio, os, time
 
 def exact(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "hang":
-        time.sleep(60)
+        time.sleep(600)
     if solution_str == "die":
         os._exit(9)
     if solution_str == "raise":
@@ -81,7 +81,7 @@ def test_case_V1_a_hung_verifier_costs_its_time_limit_and_no_more(path):
         assert rewards_of(scoring, [item("right")]) == [1.0]
         began = time.monotonic()
         verdicts = scoring.score([item(t) for t in ("hang", "right", "die", "raise", "wrong")])
-        assert time.monotonic() - began < 30, "of the 60 s that it would have slept"
+        assert time.monotonic() - began < 300, "of the 600 s that it would have slept"
     finally:
         scoring.close()
     assert [v.reward for v in verdicts] == [None, 1.0, None, None, 0.0]

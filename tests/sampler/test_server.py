@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 import torch
 
@@ -12,7 +11,7 @@ from onegrid.errors import CapabilityError, SyncError
 from onegrid.sampler.server.openai import Model
 from onegrid.sync import push
 from tests.bytes import assert_same_bytes
-from tests.sampler.served import connected, serving
+from tests.sampler.served import connected, get, post, serving
 from tests.sampler.tiny import engine_of, plan_of, requests_of, snapshot_of
 
 
@@ -159,7 +158,7 @@ def test_completions_of_the_openai_api_are_the_engines_own():
     twin = engine_of("dense", "mxfp8")
     with serving(engine_of("dense", "mxfp8"), plan.digest, model=openai_model()) as url:
         asked = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 7, "n": 2, "seed": 7, "logprobs": 0}
-        answer = httpx.post(f"{url}/v1/completions", json=asked).json()
+        answer = post(f"{url}/v1/completions", json=asked).json()
         requests = [
             r.__class__(prompt_index=0, sample=i, prompt_tokens=(1, 2, 3), seed=7, sampling=r.sampling)
             for i, r in enumerate(requests_of(2))
@@ -170,9 +169,9 @@ def test_completions_of_the_openai_api_are_the_engines_own():
             assert choice["version"] == 0 and choice["finish_reason"] == rollout.finish
         made = sum(len(c["logprobs"]["token_ids"]) for c in answer["choices"])
         assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": made, "total_tokens": 3 + made}
-        listed = httpx.post(f"{url}/v1/completions", json={"prompt": ["ab", [1, 2]], "max_tokens": 2}).json()
+        listed = post(f"{url}/v1/completions", json={"prompt": ["ab", [1, 2]], "max_tokens": 2}).json()
         assert len(listed["choices"]) == 2
-        assert [m["id"] for m in httpx.get(f"{url}/v1/models").json()["data"]] == ["tiny"]
+        assert [m["id"] for m in get(f"{url}/v1/models").json()["data"]] == ["tiny"]
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +199,7 @@ def openai_url():
     ids=str,
 )
 def test_what_the_openai_endpoint_cannot_do_is_refused_by_name(openai_url, asked, named):
-    answer = httpx.post(f"{openai_url}/v1/completions", json=asked)
+    answer = post(f"{openai_url}/v1/completions", json=asked)
     assert answer.status_code == 400 and named in answer.json()["error"]["message"]
 
 
@@ -210,10 +209,10 @@ def test_a_chat_goes_through_the_template_of_the_tokenizer_or_is_refused():
     template = openai_model(chat=lambda chat: "".join(m["content"] for m in chat) + ":")
     with serving(engine_of("dense", "mxfp8"), plan.digest, model=template) as url:
         asked = {"messages": messages, "max_tokens": 4, "seed": 1, "logprobs": True}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=asked).json()
+        answer = post(f"{url}/v1/chat/completions", json=asked).json()
         assert answer["usage"]["prompt_tokens"] == len("hi:")
         (choice,) = answer["choices"]
         assert choice["message"]["role"] == "assistant" and choice["logprobs"]["content"]
     with serving(engine_of("dense", "mxfp8"), plan.digest, model=openai_model()) as url:
-        answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": messages})
+        answer = post(f"{url}/v1/chat/completions", json={"messages": messages})
         assert answer.status_code == 400 and "no chat template" in answer.text

@@ -9,7 +9,6 @@ import socket
 import time
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 
@@ -21,7 +20,7 @@ from onegrid.sampler.remote import RemoteConfig, read_token
 from onegrid.sampler.server.app import Limits
 from onegrid.sync import buckets, manifest_of, push
 from onegrid.types import Batch, Manifest, Sequence
-from tests.sampler.served import connected, serving
+from tests.sampler.served import connected, get, post, serving
 from tests.sampler.tiny import engine_of, plan_of, requests_of, snapshot_of
 
 SPEC, PLAN = plan_of("dense", "mxfp8")
@@ -42,11 +41,11 @@ def test_without_the_right_token_nothing_answers_but_health(tmp_path):
     right = tmp_path / "right"
     right.write_text("secret-token\n")
     with serving(engine_of("dense", "mxfp8"), PLAN.digest, token="secret-token") as url:
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert get(f"{url}/health").status_code == 200
         for headers in ({}, {"authorization": "Bearer letmein"}, {"authorization": "secret-token"}):
             for path in ("/onegrid/v1/status", "/onegrid/v1/describe", "/v1/models", "/nowhere"):
-                assert httpx.get(url + path, headers=headers).status_code == 401
-            assert httpx.post(f"{url}/onegrid/v1/begin", json={}, headers=headers).status_code == 401
+                assert get(url + path, headers=headers).status_code == 401
+            assert post(f"{url}/onegrid/v1/begin", json={}, headers=headers).status_code == 401
         with pytest.raises(SyncError, match="401"), connected(url, PLAN.digest, token_file=str(wrong)):
             pass
         with connected(url, PLAN.digest, token_file=str(right)) as remote:
@@ -108,15 +107,16 @@ def test_of_two_clients_that_update_at_once_the_second_is_refused_and_the_first_
 
 
 def test_a_client_that_vanishes_after_its_commit_loses_the_version_it_never_accepted():
-    limits = Limits(update_seconds=1.2)
+    now = [0.0]
+    limits = Limits(update_seconds=2.0)
     with (
-        serving(engine_of("dense", "mxfp8"), PLAN.digest, limits=limits) as url,
+        serving(engine_of("dense", "mxfp8"), PLAN.digest, limits=limits, clock=lambda: now[0]) as url,
         connected(url, PLAN.digest) as gone,
         connected(url, PLAN.digest) as other,
     ):
         before = tokens_of(other)
         push(snapshot(1), gone)  # and no word after it
-        time.sleep(1.5)
+        now[0] += limits.update_seconds
         assert other.version == 0 and tokens_of(other) == before
         push(snapshot(1, seed=2), other)
         assert other.version == 1
@@ -168,7 +168,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read():
         push(snapshot(1), remote, bucket_bytes=10_000)
         assert remote.version == 1
         endless = (b"x" * 1000 for _ in range(100))
-        answer = httpx.post(f"{url}/onegrid/v1/digest", content=endless, headers=POST)
+        answer = post(f"{url}/onegrid/v1/digest", content=endless, headers=POST)
         assert answer.status_code == 413
 
 
@@ -180,7 +180,7 @@ def test_garbage_in_place_of_a_bucket_is_refused_and_changes_nothing(garbled, bo
     url, remote, before = garbled
     remote.begin(manifest_of(snapshot(1)))
     headers = dict(remote._client.headers) | {"content-type": wire.FRAME}
-    answer = httpx.post(f"{url}/onegrid/v1/receive", content=body, headers=headers)
+    answer = post(f"{url}/onegrid/v1/receive", content=body, headers=headers)
     assert answer.status_code == 400 and "frame" in answer.json()["error"]["message"]
     remote.abort()
     assert tokens_of(remote) == before
@@ -211,16 +211,16 @@ def garbled():
     ids=lambda x: str(x)[:40],
 )
 def test_a_body_of_another_shape_is_refused_with_its_reason(garbled, path, body):
-    answer = httpx.post(f"{garbled[0]}/onegrid/v1/{path}", content=body, headers=POST)
+    answer = post(f"{garbled[0]}/onegrid/v1/{path}", content=body, headers=POST)
     assert answer.status_code == 400 and answer.json()["error"]["message"]
 
 
 def test_a_page_in_a_browser_can_neither_post_nor_reach_a_tokenless_server_by_another_name(garbled):
-    answer = httpx.post(f"{garbled[0]}/onegrid/v1/abort", content=b"{}", headers={"content-type": "text/plain"})
+    answer = post(f"{garbled[0]}/onegrid/v1/abort", content=b"{}", headers={"content-type": "text/plain"})
     assert answer.status_code == 415
     with serving(engine_of("dense", "mxfp8"), PLAN.digest, hosts=["127.0.0.1"]) as url:
-        assert httpx.get(f"{url}/health").status_code == 200
-        assert httpx.get(f"{url}/health", headers={"host": "evil.example"}).status_code == 400
+        assert get(f"{url}/health").status_code == 200
+        assert get(f"{url}/health", headers={"host": "evil.example"}).status_code == 400
 
 
 @pytest.mark.parametrize(

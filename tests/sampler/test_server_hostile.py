@@ -8,7 +8,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 import torch
 
@@ -17,7 +16,8 @@ from onegrid.sampler import wire
 from onegrid.sampler.server.app import Limits
 from onegrid.sampler.server.lease import Lease
 from onegrid.sync import buckets, manifest_of, push
-from tests.sampler.served import connected, serving
+from tests.patience import PATIENCE_S
+from tests.sampler.served import connected, post, serving
 from tests.sampler.test_server import openai_model
 from tests.sampler.tiny import engine_of, plan_of, requests_of, snapshot_of
 
@@ -77,7 +77,7 @@ def test_what_no_engine_can_answer_is_refused_by_name_and_changes_nothing(served
     url, remote, before = served
     kind, content = (wire.FRAME, body) if isinstance(body, bytes) else ("application/json", json.dumps(body))
     headers = dict(remote._client.headers) | {"content-type": kind}
-    answer = httpx.post(f"{url}/onegrid/v1/{path}", content=content, headers=headers)
+    answer = post(f"{url}/onegrid/v1/{path}", content=content, headers=headers)
     assert answer.status_code == 400 and named in answer.json()["error"]["message"]
     assert tokens_of(remote) == before
 
@@ -100,7 +100,7 @@ def test_a_manifest_that_lies_opens_nothing(served, change, named):
     url, remote, before = served
     tree = json.loads(json.dumps(wire.tree(manifest_of(snapshot(1)))))
     change(tree)
-    answer = httpx.post(f"{url}/onegrid/v1/begin", json=tree, headers=dict(remote._client.headers) | POST)
+    answer = post(f"{url}/onegrid/v1/begin", json=tree, headers=dict(remote._client.headers) | POST)
     assert answer.status_code == 409 and named in answer.json()["error"]["message"]
     with pytest.raises(SyncError, match="no update of this client is open"):
         remote.commit(1)
@@ -140,16 +140,16 @@ def test_buckets_replayed_of_another_version_or_reordered_are_told_apart(served)
 def test_whoever_does_not_say_who_it_is_updates_nothing(served):
     """Two clients without a name would share one lease, and the OpenAI endpoints would be served with what it holds."""
     url, remote, before = served
-    answer = httpx.post(f"{url}/onegrid/v1/begin", json=wire.tree(manifest_of(snapshot(1))))
+    answer = post(f"{url}/onegrid/v1/begin", json=wire.tree(manifest_of(snapshot(1))))
     assert answer.status_code == 409 and "x-onegrid-client" in answer.json()["error"]["message"]
     assert tokens_of(remote) == before
 
 
 class Gated:
-    """An engine whose next generation waits, and whose commits take their time."""
+    """An engine whose next generation waits; `on_commit` is called in the middle of a commit."""
 
-    def __init__(self, engine, *, commit_seconds=0.0):
-        self.engine, self.commit_seconds = engine, commit_seconds
+    def __init__(self, engine, *, on_commit=lambda: None):
+        self.engine, self.on_commit = engine, on_commit
         self.gate, self.reached = threading.Event(), threading.Event()
 
     def __getattr__(self, name):
@@ -157,11 +157,11 @@ class Gated:
 
     def generate(self, requests, on_finished=None):
         self.reached.set()
-        assert self.gate.wait(20)
+        assert self.gate.wait(PATIENCE_S)
         return self.engine.generate(requests, on_finished)
 
     def commit(self, version):
-        time.sleep(self.commit_seconds)
+        self.on_commit()
         return self.engine.commit(version)
 
 
@@ -179,12 +179,12 @@ def test_a_request_that_waited_through_a_commit_is_not_served_with_what_nobody_h
         for bucket in buckets(snapshot(1)):
             learner.receive(bucket)
         first = threads.submit(early.generate, requests_of(2))
-        assert engine.reached.wait(10)
+        assert engine.reached.wait(PATIENCE_S)
         second = threads.submit(late.generate, requests_of(2))
-        third = threads.submit(httpx.post, f"{url}/v1/completions", json={"prompt": [1], "max_tokens": 2}, timeout=20)
+        third = threads.submit(post, f"{url}/v1/completions", json={"prompt": [1], "max_tokens": 2})
         time.sleep(0.3)  # both stand in line now
         committed = threads.submit(learner.commit, 1)
-        time.sleep(0.3)
+        time.sleep(1.0)  # and so does this
         engine.gate.set()
         assert {int(v) for r in first.result() for v in r.version_R} == {0}
         with pytest.raises(SyncError, match="not proved yet") as caught:
@@ -198,11 +198,17 @@ def test_a_request_that_waited_through_a_commit_is_not_served_with_what_nobody_h
 
 
 def test_a_commit_that_takes_longer_than_the_lease_is_not_undone_under_its_sender():
-    engine = Gated(engine_of("dense", "mxfp8"), commit_seconds=2.2)
+    now = [0.0]
+    limits = Limits(update_seconds=2.0)
+
+    def take_long():
+        now[0] += 10 * limits.update_seconds
+        time.sleep(0.3)  # the other one asks meanwhile
+
+    engine = Gated(engine_of("dense", "mxfp8"), on_commit=take_long)
     engine.gate.set()
-    limits = Limits(update_seconds=1.8)
     with (
-        serving(engine, PLAN.digest, limits=limits) as url,
+        serving(engine, PLAN.digest, limits=limits, clock=lambda: now[0]) as url,
         connected(url, PLAN.digest) as learner,
         connected(url, PLAN.digest) as other,
         ThreadPoolExecutor(1) as threads,
@@ -231,8 +237,12 @@ def test_only_silence_ends_a_lease():
 
 
 def test_a_slow_client_and_one_that_stops_in_its_headers_keep_nobody_waiting():
+    now = [0.0]
     limits = Limits(update_seconds=2.0)
-    with serving(engine_of("dense", "mxfp8"), PLAN.digest, limits=limits) as url, connected(url, PLAN.digest) as remote:
+    with (
+        serving(engine_of("dense", "mxfp8"), PLAN.digest, limits=limits, clock=lambda: now[0]) as url,
+        connected(url, PLAN.digest) as remote,
+    ):
         host, port = url.removeprefix("http://").split(":")
         new = snapshot(1)
         remote.begin(manifest_of(new))
@@ -250,11 +260,11 @@ def test_a_slow_client_and_one_that_stops_in_its_headers_keep_nobody_waiting():
         ):
             stuck.sendall(b"POST /onegrid/v1/begin HTTP/1.1\r\nhost:")
             slow.sendall(head.encode())
-            step = -(-len(body) // 5)
+            step = -(-len(body) // 8)
             for start in range(0, len(body), step):  # longer than the lease in all, never silent for as long
                 slow.sendall(body[start : start + step])
-                time.sleep(0.5)
                 assert other.version == 0 and len(other.generate(requests_of(1))) == 1
+                now[0] += 0.5
             assert slow.recv(12) == b"HTTP/1.1 200"
         remote.commit(1)
         remote.accept()
@@ -270,7 +280,7 @@ def test_a_client_that_goes_away_while_it_is_answered_leaves_the_others_their_tu
         head += f"content-length: {len(body)}"
         with socket.create_connection((host, int(port))) as gone:
             gone.sendall(head.encode() + b"\r\n\r\n" + body)
-            assert engine.reached.wait(10)
+            assert engine.reached.wait(PATIENCE_S)
         engine.gate.set()
         push(snapshot(1), remote)
         assert {int(v) for r in remote.generate(requests_of(2)) for v in r.version_R} == {1}

@@ -227,21 +227,24 @@ def test_a_second_update_while_it_generates_waits_its_turn(dense):
     dense.sampler.digest(dense.plan.tensors)
 
 
-def test_an_engine_that_dies_in_the_middle_of_an_update_says_so_and_keeps_nobody_waiting():
+def test_an_engine_that_dies_in_the_middle_of_an_update_says_so_and_keeps_nobody_waiting(tmp_path):
     """In a process of its own, which vLLM 0.32 would wait for without end; here it is killed."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("src", "."))}
-    ended = subprocess.run(
-        [sys.executable, "-c", DIES], env=environment, capture_output=True, text=True, timeout=180, check=False
-    )
-    lines = [line for line in ended.stdout.splitlines() if line.startswith("told: ")]
-    assert lines == ["told: SyncError C5 the engine's process has ended"] * 4, ended.stdout + ended.stderr
+    printed = tmp_path / "printed"  # a file, since processes that are left over would hold a pipe open
+    with open(printed, "wb") as file:
+        subprocess.run([sys.executable, "-c", DIES], env=environment, stdout=file, stderr=file, check=False)
+    text = printed.read_text(errors="replace")
+    lines = [line for line in text.splitlines() if line.startswith("told: ")]
+    assert lines == ["told: SyncError C5 the engine's process has ended"] * 4, text
 
 
 ROOT = Path(__file__).parents[2]
 DIES = """
+import faulthandler
 import multiprocessing
 from onegrid.errors import SyncError
 from onegrid.sync import buckets, manifest_of
+from tests.patience import PATIENCE_S
 from tests.sampler.tiny import requests_of
 from tests.vllm.engines import start
 
@@ -252,6 +255,7 @@ def told(call):
         print("told:", type(error).__name__, error.condition, str(error).partition(",")[0], flush=True)
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
     apart = start("dense", "bf16", apart=True, eager=True)
     apart.push()
     snapshot = apart.snapshot()
