@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
 import pytest
 
 from onegrid.cli.train import run
@@ -15,6 +14,7 @@ from onegrid.guard.config import CHECKS
 from onegrid.rl.record import read_metrics
 from tests.patience import PATIENCE_S
 from tests.rl.tiny import lines_without_clocks, write_tiny_run
+from tests.sampler.served import post
 
 SOURCES = str(Path(__file__).parents[2] / "src")
 
@@ -53,7 +53,7 @@ def test_the_server_answers_others_too_with_the_version_it_was_trained_to(served
     _, url, token = served
     headers = {"authorization": f"Bearer {token.read_text().strip()}"}
     asked = {"prompt": "1+2=", "max_tokens": 2, "logprobs": 0, "seed": 1}
-    answer = httpx.post(f"{url}/v1/completions", json=asked, headers=headers, timeout=PATIENCE_S)
+    answer = post(f"{url}/v1/completions", json=asked, headers=headers)
     (choice,) = answer.json()["choices"]
     assert choice["version"] >= -1 and len(choice["logprobs"]["token_logprobs"]) == len(choice["logprobs"]["tokens"])
-    assert httpx.post(f"{url}/v1/completions", json=asked, timeout=PATIENCE_S).status_code == 401
+    assert post(f"{url}/v1/completions", json=asked).status_code == 401

@@ -84,9 +84,10 @@ class PackedWeights:
         }
         wrong = {key: byte for key, span in doubted.items() if (byte := self._beyond(key, span)) is not None}
         if wrong:
-            first, span = next(iter(wrong)), doubted[next(iter(wrong))]
+            first, byte = next(iter(wrong.items()))
+            span = doubted[first]
             raise CapabilityError(
-                f"packed weights: a block's scale is 2^{wrong[first] - 127} in {', '.join(wrong)}; "
+                f"packed weights: a block's scale is 2^{byte - 127} in {', '.join(wrong)}; "
                 f'2^{span[0] - 127} to 2^{span[-1] - 127} are covered. Set sampler.weights = "decoded"',
                 tensors=tuple(wrong),
             )
